@@ -1,0 +1,203 @@
+"""Runs the plans of a decided call, and ties the backward to the forward for autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_mha import dispatch, runtime
+from cudnn_mha.checks import Kind, Reason
+from cudnn_mha.dispatch import Decision
+from cudnn_mha.errors import CudnnSdpaUnsupportedError
+from cudnn_mha.inputs import Inputs
+from cudnn_mha.plan import Plan
+from cudnn_mha.spec import TensorSpec
+
+logger = logging.getLogger("cudnn_mha")
+
+
+def attend(decision: Decision, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """Output and log-sum-exp (None unless asked for) of a call that cuDNN serves.
+
+    Raises:
+        torch.OutOfMemoryError: the output or the workspace cannot be allocated.
+    """
+    query, key, value, bias, shift = inputs
+    # Drawn by PyTorch's generator on the device, so that `torch.manual_seed` reproduces it and
+    # every replay of a captured CUDA graph draws anew: (seed, offset) of cuDNN's own generator.
+    seed = None
+    if decision.options.dropout_p:
+        seed = torch.randint(2**31, (2,), device=query.device)
+    if decision.gradient:
+        output, lse = _Attention.apply(query, key, value, bias, seed, decision)
+    else:
+        output, lse = _forward(decision, query, key, value, bias, seed)
+    if not decision.as_is:
+        output = output[..., : decision.outline.dim_v]
+        if decision.outline.ndim == 3:
+            output = output[0]
+    if not decision.options.return_lse:
+        return output, None
+    lse = lse.squeeze(-1)
+    if shift is not None:
+        lse = lse + shift.squeeze(-1)
+    return output, lse[0] if decision.outline.ndim == 3 else lse
+
+
+def _forward(
+    decision: Decision,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+) -> tuple[Tensor, Any]:
+    assert decision.forward is not None and decision.spec is not None
+    plan = decision.forward.plan
+    assert plan is not None
+    output = _empty(decision.spec.output, query)
+    addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()]
+    lse = None
+    if decision.spec.lse:
+        lse = torch.empty((*output.shape[:3], 1), dtype=torch.float32, device=query.device)
+        addresses.append(lse.data_ptr())
+    _add_optional(addresses, bias, seed)
+    _run(plan, addresses)
+    return output, lse
+
+
+def _add_optional(addresses: list[int], bias: Tensor | None, seed: Tensor | None) -> None:
+    if bias is not None:
+        addresses.append(bias.data_ptr())
+    if seed is not None:
+        addresses += (seed.data_ptr(), seed.data_ptr() + seed.element_size())
+
+
+def _run(plan: Plan, addresses: list[int]) -> None:
+    """Runs on the current stream of the plan's device, whatever device is current."""
+    index = plan.device.index
+    assert index is not None
+    stream = runtime.current_stream(index)
+    if torch._C._cuda_getDevice() == index:
+        plan.run(addresses, stream)
+    else:
+        with torch.cuda.device(index):
+            plan.run(addresses, stream)
+
+
+def _empty(layout: TensorSpec, like: Tensor) -> Tensor:
+    if like.shape == layout.shape and like.stride() == layout.stride:
+        return torch.empty_like(like)  # the cheapest way to allocate
+    return like.new_empty_strided(layout.shape, layout.stride)
+
+
+class _Attention(torch.autograd.Function):
+    """Stashes the prepared tensors, the output, the log-sum-exp and the dropout's seed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        seed: Tensor | None,
+        decision: Decision,
+    ) -> tuple[Tensor, Tensor]:
+        output, lse = _forward(decision, query, key, value, bias, seed)
+        ctx.save_for_backward(query, key, value, bias, output, lse, seed)
+        ctx.decision = decision
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, _grad_lse: None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "cuDNN attention has no double backward: it was called with create_graph=True; "
+                "compute this attention under torch.backends.cuda.enable_cudnn_sdp(False)"
+            )
+        saved = ctx.saved_tensors
+        try:
+            gradients = _backward(ctx.decision, grad_output, *saved)
+        except torch.OutOfMemoryError as error:
+            gradients = _recompute(ctx.decision, grad_output, *saved, error=error)
+        needed = ctx.needs_input_grad[:4]
+        gradients = [g if n else None for g, n in zip(gradients, needed, strict=True)]
+        return (*gradients, None, None)
+
+
+def _backward(
+    decision: Decision,
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    seed: Tensor | None,
+) -> list[Tensor | None]:
+    plan, grad_output = decision.backward_plan(grad_output)
+    spec = plan.spec
+    assert spec.grad_query and spec.grad_key and spec.grad_value
+    gradients: list[Tensor | None] = [
+        _empty(spec.grad_query, query),
+        _empty(spec.grad_key, key),
+        _empty(spec.grad_value, value),
+    ]
+    if spec.grad_bias is not None:
+        gradients.append(_empty(spec.grad_bias, query))
+    addresses = [t.data_ptr() for t in (query, key, value, output, lse)]
+    _add_optional(addresses, bias, seed)
+    addresses.append(grad_output.data_ptr())
+    addresses += (g.data_ptr() for g in gradients if g is not None)
+    _run(plan, addresses)
+    if spec.grad_bias is None:
+        gradients.append(None)
+    elif bias is not None:
+        gradients[3] = gradients[3].to(bias.dtype)  # type: ignore[union-attr]
+    return gradients
+
+
+def _recompute(
+    decision: Decision,
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    seed: Tensor | None,
+    *,
+    error: torch.OutOfMemoryError,
+) -> list[Tensor | None]:
+    """The gradients by PyTorch, for want of memory for cuDNN's workspace."""
+    del output, lse
+    assert decision.spec is not None
+    message = f"no memory for the backward's workspace: {error}"
+    reason = Reason("workspace", message, Kind.UNAVAILABLE)
+    if seed is not None or not decision.options.fallback:
+        raise CudnnSdpaUnsupportedError(str(decision.spec), (reason,)) from error
+    query, key, value = (t.detach().requires_grad_() for t in (query, key, value))
+    bias = None if bias is None else bias.detach().requires_grad_(decision.bias_gradient)
+    options = dataclasses.replace(
+        decision.options,
+        scale=decision.spec.scale,
+        enable_gqa=query.shape[1] != key.shape[1] or query.shape[1] != value.shape[1],
+        return_lse=False,
+    )
+    logger.warning("%s; the gradients are recomputed by PyTorch", reason)
+    with torch.enable_grad():
+        result, _ = dispatch.compute(query, key, value, bias, options, gradient=True)
+    wanted = [query, key, value]
+    if bias is not None and decision.bias_gradient:
+        wanted.append(bias)
+    gradients: list[Tensor | None] = [*torch.autograd.grad(result, wanted, grad_output)]
+    return gradients if decision.bias_gradient else [*gradients, None]

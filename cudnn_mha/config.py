@@ -1,0 +1,118 @@
+"""Every environment variable of the package, read in one place.
+
+A variable is read when the package first needs it and kept: changing the environment of a running
+process has no effect until `reload()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from dataclasses import dataclass
+
+MIN_FRONTEND = (1, 28)
+"""The oldest nvidia-cudnn-frontend that the tests run on."""
+
+MIN_CUDNN = 91900
+"""The oldest cuDNN that the tests run on, as cuDNN counts: 9.19.0."""
+
+DISABLED = "TORCH_CUDNN_MHA_DISABLED"
+WORKSPACE_LIMIT = "TORCH_CUDNN_MHA_WORKSPACE_LIMIT"
+CACHE_SIZE = "TORCH_CUDNN_MHA_CACHE_SIZE"
+
+VARIABLES = {
+    DISABLED: "1 keeps cuDNN out of every call; 0 or unset does not. Wins over everything else.",
+    WORKSPACE_LIMIT: (
+        "Most device memory that one call may use as workspace: bytes, or a number with a unit "
+        "such as 64MiB. Plans that need more are not used. Unset: no limit."
+    ),
+    CACHE_SIZE: "How many compiled plans are kept in memory (default 1024).",
+}
+
+# Read by cuDNN's frontend while it expands a graph, so a plan depends on it.
+DP_WORKSPACE_LIMIT = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The values in force."""
+
+    disabled: bool
+    workspace_limit: int | None
+    cache_size: int
+
+
+@functools.cache
+def settings() -> Settings:
+    """The environment's settings, parsed once.
+
+    Raises:
+        ValueError: a variable has a value that means nothing; the message names it.
+    """
+    return Settings(
+        disabled=_flag(DISABLED),
+        workspace_limit=parse_bytes(os.environ.get(WORKSPACE_LIMIT) or None, WORKSPACE_LIMIT),
+        cache_size=_count(CACHE_SIZE, 1024),
+    )
+
+
+def reload() -> Settings:
+    """Reads the environment anew."""
+    settings.cache_clear()
+    return settings()
+
+
+def plan_environment() -> tuple[str, ...]:
+    """Values of the variables outside this package that change what cuDNN builds."""
+    return (os.environ.get(DP_WORKSPACE_LIMIT, ""),)
+
+
+def version_text(version: int) -> str:
+    """'9.19.0' from 91900."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def parse_bytes(value: int | str | None, name: str = "workspace_limit") -> int | None:
+    """Bytes from a number or a text such as ``'64MiB'``; None stays None (no limit).
+
+    Raises:
+        ValueError: the value is negative or not of that form.
+        TypeError: the value is neither a number nor a text.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{name} must be an int, a str such as '64MiB' or None, got {value!r}")
+    if isinstance(value, int):
+        if value < 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(
+            f"{name} must be a number of bytes or a number with one of "
+            f"B, kB, MB, GB, KiB, MiB, GiB, got {value!r}"
+        )
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "").strip().lower()
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    if value in ("1", "true", "yes", "on"):
+        return True
+    raise ValueError(f"{name} must be 0 or 1, got {os.environ[name]!r}")
+
+
+def _count(name: str, default: int) -> int:
+    value = os.environ.get(name, "").strip()
+    if not value:
+        return default
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    return int(value)

@@ -1,0 +1,344 @@
+"""Who computes a call: cuDNN by which plans, or PyTorch and for what reasons.
+
+Deciding costs far more than the decision's use, so it is made once for each distinct signature
+and kept in a `Decision`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from cudnn_mha import checks, config, devices, reference, runtime
+from cudnn_mha.cache import Slot, plan_key, plans
+from cudnn_mha.checks import Kind, Reason
+from cudnn_mha.devices import Device
+from cudnn_mha.errors import CudnnSdpaUnsupportedError, CudnnUnavailableError
+from cudnn_mha.inputs import (
+    Options,
+    Outline,
+    addressable,
+    backward_spec,
+    forward_spec,
+    is_half,
+    layout_of,
+    outline,
+    prepare,
+)
+from cudnn_mha.plan import Plan
+from cudnn_mha.spec import AttentionSpec, TensorSpec
+
+logger = logging.getLogger("cudnn_mha")
+
+SPLITTABLE = {"launch_grid", "index_overflow"}
+"""Rules that a call escapes when it is computed in parts."""
+
+
+@dataclass(eq=False)
+class Decision:
+    """How one signature is computed.
+
+    Attributes:
+        options: the call's arguments that are not tensors.
+        outline: what the caller gets back.
+        device: the GPU, or None for a call that is not cuDNN's at all.
+        forward: the slot of the forward plan, where cuDNN serves the call.
+        spec: the forward spec, where one could be made.
+        backward: slots of the backward plans by the strides of the output's gradient.
+        bias_gradient: the mask's gradient is wanted.
+        reasons: why cuDNN does not serve the call; empty where it does.
+        as_is: the caller's tensors are what cuDNN reads.
+    """
+
+    options: Options
+    outline: Outline
+    device: Device | None = None
+    forward: Slot | None = None
+    spec: AttentionSpec | None = None
+    backward: dict[tuple[int, ...], Slot] = field(default_factory=dict)
+    bias_gradient: bool = False
+    reasons: tuple[Reason, ...] = ()
+    as_is: bool = False
+    gradient: bool = False
+
+    @property
+    def served(self) -> bool:
+        return self.forward is not None
+
+    def backward_plan(self, grad_output: Tensor) -> tuple[Plan, Tensor]:
+        """The backward plan for an output's gradient, and that gradient as the plan reads it.
+
+        A gradient in a layout of its own gets a plan of its own; one that cuDNN cannot address,
+        such as the all-zero strides that ``sum().backward()`` gives, is copied.
+        """
+        assert self.spec is not None and self.device is not None
+        slot = None
+        if grad_output.data_ptr() % checks.ALIGNMENT == 0:
+            slot = self.backward.get(grad_output.stride())
+        if slot is None and addressable(grad_output):
+            spec = self.backward_spec(layout_of(grad_output))
+            slot, _ = find_plan(spec, self.device, self.options.workspace_limit)
+            if slot is not None:
+                self.backward[grad_output.stride()] = slot
+        if slot is None:
+            layout = self.spec.output
+            copy = grad_output.new_empty_strided(layout.shape, layout.stride)
+            grad_output = copy.copy_(grad_output)
+            slot = self.backward[layout.stride]
+        plans.touch(slot)
+        assert slot.plan is not None
+        return slot.plan, grad_output
+
+    def backward_spec(self, grad_output: TensorSpec) -> AttentionSpec:
+        assert self.spec is not None and self.device is not None
+        spec = backward_spec(
+            self.spec,
+            grad_output,
+            bias_gradient=self.bias_gradient,
+            deterministic=self.options.deterministic,
+        )
+        return checks.remedied(spec, self.device)
+
+
+def decide(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: Options,
+    *,
+    gradient: bool,
+    device: Device | None = None,
+) -> Decision:
+    """How a valid call is computed.
+
+    Args:
+        query, key, value, mask: the caller's tensors; on ``meta`` with ``device`` given.
+        options: the caller's other arguments.
+        gradient: some gradient will be wanted.
+        device: the GPU to decide for; None takes that of the tensors.
+    """
+    decision = Decision(options, outline(query, value, options), gradient=gradient)
+    reasons = list(_policy() if device is None else ())
+    if device is None and query.device.type == "cuda":
+        device = devices.cuda(query.device.index)
+    decision.device = device
+    if device is None:
+        reasons.append(
+            Reason("device", f"the tensors must be on a CUDA device, got {query.device}")
+        )
+    if query.dim() not in (3, 4):
+        reasons.append(
+            Reason("ndim", f"the tensors must have 3 or 4 dimensions, got {query.dim()}")
+        )
+    if not is_half(query.dtype):
+        reasons.append(
+            Reason(
+                "dtype",
+                f"query, key and value must be float16 or bfloat16, got {query.dtype}; cast them "
+                "or use torch.autocast",
+            )
+        )
+    if device is None or query.dim() not in (3, 4) or not is_half(query.dtype):
+        decision.reasons = tuple(reasons)
+        return decision
+    inputs = prepare(query, key, value, mask, options)
+    decision.as_is = all(a is b for a, b in zip(inputs, (query, key, value, None), strict=False))
+    decision.bias_gradient = bool(gradient and inputs.bias is not None and mask.requires_grad)  # type: ignore[union-attr]
+    lse = gradient or options.return_lse
+    decision.spec = forward_spec(inputs, options, decision.outline.scale, lse=lse)
+    wanted = [checks.remedied(decision.spec, device)]
+    if gradient:
+        wanted.append(decision.backward_spec(decision.spec.output))
+    try:
+        version = runtime.cudnn_version()
+    except CudnnUnavailableError as error:
+        reasons.append(Reason("unavailable", str(error), Kind.UNAVAILABLE))
+        version = config.MIN_CUDNN
+    found = [reason for spec in wanted for reason in checks.check(spec, device, version)]
+    decision.reasons = _distinct([*reasons, *found])
+    if not decision.reasons:
+        _find_plans(decision, wanted)
+    return decision
+
+
+def _find_plans(decision: Decision, wanted: list[AttentionSpec]) -> None:
+    assert decision.device is not None
+    slots: list[Slot] = []
+    reasons: list[Reason] = []
+    for spec in wanted:
+        slot, found = find_plan(spec, decision.device, decision.options.workspace_limit)
+        reasons += found
+        if slot is not None:
+            slots.append(slot)
+    decision.reasons = _distinct(reasons)
+    if reasons:
+        return
+    decision.forward = slots[0]
+    if decision.gradient:
+        assert decision.spec is not None
+        decision.backward[decision.spec.output.stride] = slots[1]
+
+
+def find_plan(
+    spec: AttentionSpec, device: Device, workspace_limit: int | None
+) -> tuple[Slot | None, tuple[Reason, ...]]:
+    """The slot with the plan of ``spec``, built if need be, or the reasons why there is none."""
+    key = plan_key(spec, device, workspace_limit)
+    if not device.described and key not in plans and torch.cuda.is_current_stream_capturing():
+        # Building a plan allocates and synchronizes, which a capture does not survive.
+        message = "no plan is there yet, and none can be built while a CUDA graph is captured; "
+        message += "run the call once before the capture"
+        return None, (Reason("capture", message, Kind.UNAVAILABLE),)
+    slot = plans.get_or_build(key)
+    if slot.refusal is not None:
+        return None, (slot.refusal,)
+    return slot, ()
+
+
+def _distinct(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
+    return tuple(dict.fromkeys(reasons))
+
+
+def _policy() -> list[Reason]:
+    """What the user said about cuDNN."""
+    reasons = []
+    if config.settings().disabled:
+        reasons.append(Reason("disabled", f"{config.DISABLED}=1 is set", Kind.POLICY))
+    if not cudnn_allowed():
+        reasons.append(
+            Reason(
+                "sdp_backend",
+                "torch.backends.cuda.enable_cudnn_sdp(False) or the surrounding sdpa_kernel() "
+                "excludes cuDNN",
+                Kind.POLICY,
+            )
+        )
+    return reasons
+
+
+class _Exclusion:
+    """PyTorch's switch for its cuDNN backend is one for the whole process.
+
+    While a fallback has it off, other threads must neither take that for the user's wish nor
+    restore the wrong state: hence the lock, and `active` for all of them to see.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.active = False
+
+
+_exclusion = _Exclusion()
+
+
+def cudnn_allowed() -> bool:
+    """Whether the user lets cuDNN compute attention."""
+    return bool(torch._C._get_cudnn_sdp_enabled()) or _exclusion.active
+
+
+def fall_back(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    decision: Decision,
+    reasons: tuple[Reason, ...],
+) -> tuple[Tensor, Tensor | None]:
+    """The call computed by PyTorch: output, and the log-sum-exp where it is asked for.
+
+    Raises:
+        CudnnSdpaUnsupportedError: no fallback is allowed, or the user allows no other backend.
+    """
+    name = _describe(query, key, value, mask, decision)
+    stuck = query.is_cuda and not any(_other_backends())
+    if stuck:
+        message = "enable_*_sdp() or the surrounding sdpa_kernel() allows no other backend either"
+        reasons += (Reason("no_backend", message, Kind.POLICY),)
+    if stuck or not decision.options.fallback:
+        raise CudnnSdpaUnsupportedError(name, reasons)
+    if query.is_cuda:
+        _log_once(name, reasons)
+    return compute(query, key, value, mask, decision.options, gradient=decision.gradient)
+
+
+def compute(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: Options, *, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The call computed by PyTorch, by the backends it may use other than its own cuDNN's."""
+    odd_mask = mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype)
+    # What `F.scaled_dot_product_attention` cannot be told goes to the plain mathematics.
+    if o.return_lse or odd_mask or (o.deterministic and gradient):
+        output, lse = reference.attention(
+            query, key, value, mask, o.dropout_p, o.is_causal, o.scale
+        )
+        return output, lse if o.return_lse else None
+    if not query.is_cuda:
+        return _sdpa(query, key, value, mask, o), None
+    choice = torch._fused_sdp_choice(
+        query, key, value, mask, o.dropout_p, o.is_causal, scale=o.scale, enable_gqa=o.enable_gqa
+    )
+    if choice != SDPBackend.CUDNN_ATTENTION.value:
+        return _sdpa(query, key, value, mask, o), None
+    # cuDNN is out for a reason that holds for PyTorch's use of it too.
+    with _exclusion.lock:
+        _exclusion.active = True
+        torch._C._set_sdp_use_cudnn(False)
+        try:
+            return _sdpa(query, key, value, mask, o), None
+        finally:
+            torch._C._set_sdp_use_cudnn(True)
+            _exclusion.active = False
+
+
+def _other_backends() -> tuple[bool, ...]:
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+    )
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: Options) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        o.dropout_p,
+        o.is_causal,
+        scale=o.scale,
+        enable_gqa=o.enable_gqa,
+    )
+
+
+def _describe(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, decision: Decision
+) -> str:
+    if decision.spec is not None:
+        return str(decision.spec)
+    tensors: dict[str, Any] = {"query": query, "key": key, "value": value, "attn_mask": mask}
+    return " ".join(
+        f"{name}={tuple(t.shape)}:{t.dtype}" for name, t in tensors.items() if t is not None
+    )
+
+
+_logged: set[tuple[str, ...]] = set()
+
+
+def _log_once(name: str, reasons: tuple[Reason, ...]) -> None:
+    """Says once for each distinct cause that PyTorch computes instead."""
+    cause = tuple(reason.rule for reason in reasons)
+    if cause in _logged:
+        return
+    _logged.add(cause)
+    text = "; ".join(map(str, reasons))
+    logger.warning("attention falls back to PyTorch: %s (first seen for %s)", text, name)

@@ -1,0 +1,354 @@
+"""From a caller's tensors to tensors that cuDNN can address, and to the spec of the call.
+
+Everything here is ordinary differentiable PyTorch, so a gradient finds its way back through a
+pad, a copy or a broadcast by itself. Tensors are left as they are wherever cuDNN can read them:
+strides go into the spec, never into a copy. It all works on ``meta`` tensors too, which is how a
+call is described that has shapes but no data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cudnn_mha.checks import ALIGNMENT, HALF_DTYPES
+from cudnn_mha.spec import (
+    AttentionSpec,
+    Direction,
+    TensorSpec,
+    canonical_stride,
+    contiguous_stride,
+    layout_like,
+)
+
+# A mask row without a larger entry is shifted up; see "low_mask_rows" in checks.HAZARDS.
+LOW_MASK_ROW = -1e4
+
+_DTYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+_ZERO = {dtype: torch.zeros((), dtype=dtype) for dtype in (torch.float16, torch.bfloat16)}
+_NEG_INF = {dtype: torch.full((), -math.inf, dtype=dtype) for dtype in _ZERO}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of a call that are not tensors."""
+
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    return_lse: bool = False
+    deterministic: bool = False
+    workspace_limit: int | None = None
+    fallback: bool = True
+
+
+class Inputs(NamedTuple):
+    """Tensors that cuDNN can address.
+
+    Attributes:
+        query, key, value: ``(B, H, S, D)`` with D a multiple of 8.
+        bias: additive ``(B or 1, Hq or 1, Sq, Skv)``, or None.
+        shift: what was taken off the bias per row, ``(..., Sq or 1, 1)``, or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    shift: Tensor | None
+
+
+class Outline(NamedTuple):
+    """What the caller gets back, whatever was padded and broadcast for cuDNN.
+
+    Attributes:
+        ndim: number of dimensions of the caller's tensors.
+        dim_v: head dimension of the caller's value.
+        scale: factor on the scores.
+    """
+
+    ndim: int
+    dim_v: int
+    scale: float
+
+
+def validate(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: Options) -> None:
+    """Refuses calls that mean nothing, for cuDNN and PyTorch alike.
+
+    Raises:
+        ValueError: shapes that do not fit, or a number out of its range.
+        TypeError: something is not a tensor of a fitting dtype.
+        RuntimeError: both a mask and ``is_causal``, as PyTorch has it; or several devices.
+    """
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != query.dim() or tensor.dim() < 2:
+            raise ValueError(
+                "query, key and value must have the same number of dimensions, 4 (B, H, S, D) or "
+                f"3 (H, S, D), got {query.dim()}, {key.dim()} and {value.dim()}"
+            )
+        if tensor.dtype != query.dtype:
+            raise TypeError(
+                "query, key and value must have the same dtype, got "
+                f"{query.dtype}, {key.dtype} and {value.dtype}; cast them"
+            )
+    tensors |= {} if mask is None else {"attn_mask": mask}
+    for name, tensor in tensors.items():
+        if tensor.device != query.device:
+            raise RuntimeError(
+                f"{name} must be on the device of query, {query.device}, got {tensor.device}"
+            )
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            "query and key must have the same head dimension, got "
+            f"{query.shape[-1]} and {key.shape[-1]}"
+        )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"key and value must have the same length, got {key.shape[-2]} and {value.shape[-2]}"
+        )
+    if not 0 <= o.dropout_p <= 1:
+        raise ValueError(f"dropout_p must be in [0, 1], got {o.dropout_p}")
+    if o.scale is not None and not math.isfinite(o.scale):
+        raise ValueError(f"scale must be finite, got {o.scale}")
+    lead = _lead_shape(query, key, value, o.enable_gqa)
+    if mask is None:
+        return
+    if o.is_causal:
+        raise RuntimeError(
+            "attn_mask must be None when is_causal is set; put the causal part into the mask"
+        )
+    if mask.dtype not in (torch.bool, *_DTYPES) or mask.dtype == torch.float64:
+        raise TypeError(
+            "attn_mask must be bool, float32, float16 or bfloat16, got "
+            f"{mask.dtype}; convert it (True means attend)"
+        )
+    scores = (*lead, query.shape[-2], key.shape[-2])
+    try:
+        fits = _broadcast(mask.shape, scores) == scores
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"attn_mask must broadcast to {scores}, got {tuple(mask.shape)}")
+
+
+def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+
+def _lead_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """Batch and head extents of the scores."""
+    shapes = [t.shape[:-2] for t in (query, key, value)]
+    if enable_gqa and shapes[0]:
+        heads = shapes[0][-1]
+        for name, tensor in (("key", key), ("value", value)):
+            own = tensor.shape[-3]
+            if own == 0 or heads % own:
+                raise ValueError(
+                    f"with enable_gqa the heads of {name} must divide those of query, got "
+                    f"{own} and {heads}"
+                )
+        lead = _broadcast(*(s[:-1] for s in shapes))
+        return (*lead, heads)
+    try:
+        return _broadcast(*shapes)
+    except RuntimeError:
+        raise ValueError(
+            "batch and heads of query, key and value must broadcast, got "
+            f"{', '.join(str(tuple(s)) for s in shapes)}; for grouped-query attention set "
+            "enable_gqa=True"
+        ) from None
+
+
+def addressable(tensor: Tensor) -> bool:
+    """Whether cuDNN can read a query, key, value or gradient where it lies."""
+    return _strides_fit(tensor) and tensor.data_ptr() % ALIGNMENT == 0
+
+
+def _strides_fit(tensor: Tensor) -> bool:
+    *rows, last = tensor.stride()
+    step = ALIGNMENT // tensor.element_size()
+    sizes = tensor.shape
+    return (last == 1 or sizes[-1] == 1) and not any(
+        stride % step for stride, size in zip(rows, sizes, strict=False) if size > 1
+    )
+
+
+def prepare(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: Options) -> Inputs:
+    """The tensors of a valid call, made addressable; copies only what has to be."""
+    query, key, value = (t[None] if t.dim() == 3 else t for t in (query, key, value))
+    batch, heads = _lead_shape(query, key, value, o.enable_gqa)
+    query = _expand(query, batch, heads)
+    # Key and value keep fewer heads: cuDNN groups the query's heads over them.
+    key = _expand(key, batch, key.shape[1])
+    value = _expand(value, batch, value.shape[1])
+    query, key, value = (_addressable(_pad_to_8(t)) for t in (query, key, value))
+    if mask is None:
+        return Inputs(query, key, value, None, None)
+    bias, shift = _bias(mask, query.shape[2], key.shape[2], query.dtype)
+    return Inputs(query, key, value, bias, shift)
+
+
+def _expand(tensor: Tensor, batch: int, heads: int) -> Tensor:
+    if tensor.shape[:2] == (batch, heads):
+        return tensor
+    return tensor.expand(batch, heads, -1, -1)
+
+
+def _pad_to_8(tensor: Tensor) -> Tensor:
+    missing = -tensor.shape[-1] % 8
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _addressable(tensor: Tensor) -> Tensor:
+    if tensor.numel() == 0 or addressable(tensor):
+        return tensor
+    dense = layout_like(tensor.shape, layout_of(tensor))
+    copy = torch.empty_strided(dense.shape, dense.stride, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
+
+
+def _bias(
+    mask: Tensor, seq_q: int, seq_kv: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    mask = mask[(None,) * (4 - mask.dim())]
+    for dim, stride in enumerate(mask.stride()):
+        if stride == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)  # an expanded dimension: once is enough
+    shift = None
+    if mask.dtype == torch.bool:
+        bias = torch.where(mask, _ZERO[dtype], _NEG_INF[dtype])
+    else:
+        top = mask.detach().amax(-1, keepdim=True)
+        shift = torch.where((top < LOW_MASK_ROW) & (top > -math.inf), top, torch.zeros_like(top))
+        bias = mask - shift
+    bias = bias.expand(-1, -1, -1, seq_kv).contiguous()
+    if bias.data_ptr() % ALIGNMENT:
+        bias = bias.clone()
+    return bias.expand(-1, -1, seq_q, -1), shift
+
+
+def layout_of(tensor: Tensor) -> TensorSpec:
+    """Shape, strides and dtype of a tensor, as the spec has them."""
+    shape = tuple(tensor.shape)
+    return TensorSpec(shape, canonical_stride(shape, tensor.stride()), _DTYPES[tensor.dtype])
+
+
+class Parts(NamedTuple):
+    """One call as two that together compute the same.
+
+    Attributes:
+        halves: ``(query, key, value, mask)`` of each.
+        dim: the dimension of the query, and of the results, that was cut: batch or heads.
+    """
+
+    halves: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]
+    dim: int
+
+    def join(self, results: list[Tensor]) -> Tensor:
+        """The halves' outputs or log-sum-exps put together, in their memory order."""
+        dims = range(results[0].dim())
+        order = sorted(dims, key=results[0].stride, reverse=True)
+        joined = torch.cat([r.permute(order) for r in results], order.index(self.dim))
+        return joined.permute([order.index(dim) for dim in dims])
+
+
+def split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Parts | None:
+    """A call cut in two, over the batch or else over the heads; None where neither can be."""
+    tensors = (query, key, value)
+    batched = query.dim() == 4 and max(t.shape[0] for t in tensors) > 1
+    dim = -4 if batched else -3
+    extent = max(t.shape[dim] for t in tensors)
+    # Heads are cut where every group of query heads keeps its key and value head.
+    unit = 1 if batched else math.lcm(*(extent // t.shape[-3] for t in tensors))
+    middle = extent // unit // 2 * unit
+    if middle == 0:
+        return None
+    halves = []
+    for start, stop in ((0, middle), (middle, extent)):
+        cut = [_cut(t, dim, start, stop, extent) for t in tensors]
+        part = None if mask is None else _cut(mask, dim, start, stop, extent)
+        halves.append((cut[0], cut[1], cut[2], part))
+    return Parts(halves, query.dim() + dim)
+
+
+def _cut(tensor: Tensor, dim: int, start: int, stop: int, extent: int) -> Tensor:
+    if tensor.dim() < -dim or tensor.shape[dim] == 1:
+        return tensor  # broadcast: both halves need it all
+    own = tensor.shape[dim]
+    return tensor.narrow(dim, start * own // extent, (stop - start) * own // extent)
+
+
+def outline(query: Tensor, value: Tensor, o: Options) -> Outline:
+    """What the caller of these tensors gets back."""
+    dim = query.shape[-1]
+    scale = o.scale if o.scale is not None else 1 / math.sqrt(dim or 1)
+    return Outline(query.dim(), value.shape[-1], scale)
+
+
+def forward_spec(inputs: Inputs, o: Options, scale: float, *, lse: bool) -> AttentionSpec:
+    """The spec of the forward graph of prepared tensors."""
+    query, key, value = (layout_of(t) for t in inputs[:3])
+    return AttentionSpec(
+        Direction.FORWARD,
+        query,
+        key,
+        value,
+        output=layout_like((*query.shape[:3], value.shape[3]), query),
+        scale=scale,
+        bias=None if inputs.bias is None else layout_of(inputs.bias),
+        causal=o.is_causal,
+        dropout_p=o.dropout_p,
+        lse=lse,
+    )
+
+
+def backward_spec(
+    forward: AttentionSpec,
+    grad_output: TensorSpec,
+    *,
+    bias_gradient: bool,
+    deterministic: bool,
+) -> AttentionSpec:
+    """The spec of the backward graph that belongs to a forward graph."""
+    grad_bias = None
+    if bias_gradient:
+        assert forward.bias is not None
+        shape = forward.bias.shape
+        grad_bias = TensorSpec(shape, contiguous_stride(shape), forward.query.dtype)
+    return AttentionSpec(
+        Direction.BACKWARD,
+        forward.query,
+        forward.key,
+        forward.value,
+        forward.output,
+        scale=forward.scale,
+        bias=forward.bias,
+        causal=forward.causal,
+        dropout_p=forward.dropout_p,
+        deterministic=deterministic,
+        grad_output=grad_output,
+        grad_query=layout_like(forward.query.shape, forward.query),
+        grad_key=layout_like(forward.key.shape, forward.key),
+        grad_value=layout_like(forward.value.shape, forward.value),
+        grad_bias=grad_bias,
+    )
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether cuDNN attention computes in ``dtype``."""
+    return _DTYPES.get(dtype) in HALF_DTYPES

@@ -1,0 +1,143 @@
+"""A compiled cuDNN graph: what it needs, and how to run it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cudnn_mha import runtime
+from cudnn_mha.checks import Reason
+from cudnn_mha.devices import Device
+from cudnn_mha.graph_builder import Uid, build_graph, operands
+from cudnn_mha.spec import AttentionSpec
+
+
+class Refused(Exception):
+    """cuDNN has no plan for a spec."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class Plan:
+    """A compiled plan for one spec on one device.
+
+    Attributes:
+        spec: what it computes.
+        device: what it was built for.
+        engine: cuDNN's name for the engine and its knobs.
+        workspace: bytes of scratch device memory that one run needs.
+    """
+
+    def __init__(self, spec: AttentionSpec, device: Device, graph: Any, index: int) -> None:
+        self.spec = spec
+        self.device = device
+        self.engine = str(graph.get_plan_name_at_index(index))
+        self.workspace = int(graph.get_workspace_size())
+        self._graph = graph
+        # The frontend's cheapest way to run a plan: addresses in ascending order of their ids.
+        lowered = graph._lowered_graph
+        lowered._prepare_variant_pack_template()
+        ids = tuple(lowered._get_variant_pack_uids_sorted())
+        if ids != operands(spec):
+            raise RuntimeError(f"the graph takes operands {ids}, expected {operands(spec)}")
+        self._execute: Callable[..., None] = lowered._execute_with_raw_ptrs
+        self._cpp_index = graph.plans[index].cpp_index
+        self._pack = struct.Struct(f"{len(ids)}Q").pack_into
+        self._count = len(ids)
+        self._lengths = self._full_lengths() if spec.padding and not device.described else ()
+        self._lengths_at = ids.index(Uid.SEQ_LEN_Q) if spec.padding else 0
+
+    def _full_lengths(self) -> tuple[torch.Tensor, ...]:
+        """The lengths that the padding mask states, made once: they never change."""
+        spec = self.spec
+        lengths = tuple(
+            torch.full((spec.batch,), length, dtype=torch.int32, device=f"cuda:{self.device.index}")
+            for length in (spec.seq_q, spec.seq_kv)
+        )
+        # Any stream may run the plan, and none of them knows the stream that filled these.
+        torch.cuda.current_stream(self.device.index).synchronize()
+        return lengths
+
+    def run(self, addresses: Sequence[int], stream: int) -> None:
+        """Runs the plan on the raw CUDA ``stream``; its device must be the current one.
+
+        Args:
+            addresses: device addresses of the operands in the order of `operands`, without the
+                lengths of the padding mask, which the plan keeps itself.
+            stream: raw stream of the plan's device.
+
+        Raises:
+            torch.OutOfMemoryError: the workspace cannot be allocated.
+        """
+        if self._lengths:
+            at = self._lengths_at
+            own = (t.data_ptr() for t in self._lengths)
+            addresses = (*addresses[:at], *own, *addresses[at:])
+        assert self.device.index is not None
+        lease = runtime.lease(self.device.index, stream)
+        self._pack(lease.buffer, 0, *addresses)
+        if not self.workspace:
+            self._execute(lease.address, self._count, 0, lease.backend, self._cpp_index)
+            return
+        # Freed at once: the allocator gives the memory only to later work of the same stream.
+        workspace = runtime.allocate(self.workspace, stream)
+        try:
+            self._execute(lease.address, self._count, workspace, lease.backend, self._cpp_index)
+        finally:
+            runtime.free(workspace)
+
+
+def compile_plan(spec: AttentionSpec, device: Device, workspace_limit: int | None = None) -> Plan:
+    """The first plan in cuDNN's heuristic order that builds.
+
+    Args:
+        spec: what to compute.
+        device: what to build for.
+        workspace_limit: most bytes of workspace that a plan may need; None for no limit.
+
+    Raises:
+        Refused: cuDNN has no plan for the spec, or none within the limit.
+    """
+    cudnn = runtime.library()
+    unsupported = cudnn.cudnnGraphNotSupportedError
+    try:
+        graph = build_graph(spec, device)
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        graph.check_support()
+    except unsupported as error:
+        raise Refused(Reason("cudnn", _words(error))) from None
+    failures = []
+    needed = []
+    for index, candidate in enumerate(graph.plans):
+        if candidate.cpp_index is None:
+            continue  # an engine of the frontend's own, which brings its own compiler
+        try:
+            graph.build_plan_at_index(index)
+        except unsupported as error:
+            failures.append(f"{graph.get_plan_name_at_index(index)}: {_words(error)}")
+            continue
+        workspace = int(graph.get_workspace_size())
+        if workspace_limit is not None and workspace > workspace_limit:
+            needed.append(workspace)
+            continue
+        return Plan(spec, device, graph, index)
+    if needed:
+        raise Refused(
+            Reason(
+                "workspace_limit",
+                f"every plan needs more workspace than workspace_limit = {workspace_limit} bytes, "
+                f"the least {min(needed)}; raise the limit",
+            )
+        )
+    detail = "; ".join(failures) or "it proposed none"
+    raise Refused(Reason("cudnn", f"no plan of cuDNN's builds: {detail}"))
+
+
+def _words(error: Exception) -> str:
+    """cuDNN's own words, on one line."""
+    return "cuDNN: " + " ".join(str(error).split())

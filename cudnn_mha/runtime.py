@@ -1,0 +1,158 @@
+"""cuDNN in this process: loading it, its versions, and one handle per thread and device."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import importlib
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from cudnn_mha import driver_stub
+from cudnn_mha.config import MIN_CUDNN, MIN_FRONTEND, version_text
+from cudnn_mha.errors import CudnnUnavailableError
+
+_DOCTOR = "`cudnn-mha doctor` shows what is installed and loaded"
+_at_exit: list[Callable[[], None]] = []
+
+
+@functools.cache
+def library() -> ModuleType:
+    """The cuDNN frontend with cuDNN loaded behind it; loaded on the first call.
+
+    Raises:
+        CudnnUnavailableError: something is missing, too old or broken; says what to do.
+    """
+    if torch.version.cuda is None:
+        raise CudnnUnavailableError(
+            f"torch {torch.__version__} is built without CUDA, and cuDNN's engines need the "
+            "cuBLASLt and NVRTC that a CUDA build brings; install a CUDA build of torch"
+        )
+    if not driver_stub.driver_present():
+        # cuDNN links to the driver even to plan for a described GPU.
+        driver_stub.load()
+    try:
+        cudnn = importlib.import_module("cudnn")
+    except Exception as error:  # a broken installation fails in many ways; all mean the same
+        raise CudnnUnavailableError(
+            f"the cuDNN frontend cannot be imported ({type(error).__name__}: {error}); "
+            f"`pip install nvidia-cudnn-frontend`; {_DOCTOR}"
+        ) from error
+    found = tuple(int(part) for part in cudnn.__version__.split(".")[:2])
+    if found < MIN_FRONTEND:
+        needed = ".".join(map(str, MIN_FRONTEND))
+        raise CudnnUnavailableError(
+            f"nvidia-cudnn-frontend {cudnn.__version__} is too old, {needed} is needed; "
+            f"`pip install -U nvidia-cudnn-frontend`"
+        )
+    try:
+        version = int(cudnn.backend_version())
+    except Exception as error:
+        raise CudnnUnavailableError(
+            f"cuDNN itself cannot be loaded ({error}); a CUDA build of torch brings it, else "
+            f"install the extra cu12 or cu13 that matches torch.version.cuda "
+            f"({torch.version.cuda}); {_DOCTOR}"
+        ) from error
+    if version < MIN_CUDNN:
+        raise CudnnUnavailableError(
+            f"cuDNN {version_text(version)} is too old, {version_text(MIN_CUDNN)} is needed; "
+            f"a newer torch brings a newer cuDNN; {_DOCTOR}"
+        )
+    return cudnn
+
+
+def cudnn_version() -> int:
+    """Version of the loaded cuDNN, 91900 for 9.19.0."""
+    return int(library().backend_version())
+
+
+def frontend_version() -> str:
+    """Version of the cuDNN frontend."""
+    return str(library().__version__)
+
+
+class Lease:
+    """A cuDNN handle in the hands of one thread; goes back when the thread ends.
+
+    Attributes:
+        backend: the backend's handle, an address.
+        buffer: room for the addresses of a plan's operands.
+        address: where that room is.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        with _lock:
+            idle = _idle.setdefault(index, [])
+            handle = idle.pop() if idle else None
+        if handle is None:
+            with torch.cuda.device(index):
+                handle = library().create_handle()
+            _all_handles.append(handle)
+        self.handle: Any = handle
+        self.backend = self.handle.backend_handle
+        self.buffer = (ctypes.c_uint64 * 32)()
+        self.address = ctypes.addressof(self.buffer)
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            _idle[self.index].append(self.handle)
+
+
+# cuDNN handles are not thread-safe and belong to one device.
+_leases = threading.local()
+_idle: dict[int, list[Any]] = {}
+_all_handles: list[Any] = []
+_lock = threading.Lock()
+
+
+def lease(index: int, stream: int) -> Lease:
+    """This thread's handle for CUDA device ``index``, set to the raw ``stream``."""
+    try:
+        found: Lease = _leases.by_device[index]
+    except (AttributeError, KeyError):
+        found = Lease(index)
+        _leases.__dict__.setdefault("by_device", {})[index] = found
+    if found.handle.stream != stream:  # set_stream queries the driver each time
+        library().set_stream(found.handle, stream)
+    return found
+
+
+allocate: Callable[[int, int], int] = getattr(
+    torch._C, "_cuda_cudaCachingAllocator_raw_alloc", lambda size, stream: 0
+)
+"""Device memory for ``(bytes, stream)`` of the current device from PyTorch's allocator."""
+
+free: Callable[[int], None] = getattr(
+    torch._C, "_cuda_cudaCachingAllocator_raw_delete", lambda address: None
+)
+"""Gives it back; work already queued on the stream may still use it."""
+
+
+def current_stream(index: int) -> int:
+    """The raw CUDA stream that is current on device ``index``."""
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def on_exit(release: Callable[[], None]) -> None:
+    """Runs ``release`` at interpreter exit, before the handles go."""
+    _at_exit.append(release)
+
+
+@atexit.register
+def _release() -> None:
+    # The frontend reports whatever of its objects outlives the interpreter.
+    for release in _at_exit:
+        release()
+    _leases.__dict__.clear()
+    _idle.clear()
+    while _all_handles:
+        try:
+            library().destroy_handle(_all_handles.pop())
+        except RuntimeError:  # the CUDA context is gone or broken, and the handle with it
+            pass

@@ -1,0 +1,443 @@
+"""The doctor: every conflict judged from made-up facts, and one look at this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cudnn_mha import config, doctor, driver_stub
+from cudnn_mha.doctor import Facts, Finding, Gpu, Library, Versions
+
+KNOWN = ("TORCH_CUDNN_MHA_DISABLED", "TORCH_CUDNN_MHA_ENABLED")
+SITE = "/env/lib/python3.12/site-packages"
+CUDNN = f"{SITE}/nvidia/cudnn/lib"
+CUDA = f"{SITE}/nvidia/cu13/lib"
+
+LIBRARIES = (
+    Library(f"{CUDA}/libcublasLt.so.13", loaded=True),
+    Library(f"{CUDA}/libnvrtc.so.13", loaded=True),
+    Library(f"{CUDNN}/libcudnn.so.9", loaded=True),
+    Library(f"{CUDNN}/libcudnn_engines_runtime_compiled.so.9"),
+    Library(f"{CUDNN}/libcudnn_graph.so.9", loaded=True),
+    Library(f"{CUDNN}/libcudnn_heuristic.so.9"),
+)
+HEALTHY = Facts(
+    versions=Versions(
+        python="3.12.1",
+        platform="Linux",
+        cudnn_mha="0.1.0",
+        torch="2.14.1+cu130",
+        torch_cuda="13.0",
+        frontend="1.32.0",
+        torch_cudnn=92400,
+        frontend_cudnn=92400,
+        cudnn_cuda="13.3",
+    ),
+    libraries=LIBRARIES,
+    distributions={"nvidia-cudnn-cu13": "9.24.0.43"},
+    driver="13.0",
+    gpus=(Gpu(0, "NVIDIA H200", 90, 150_000_000_000),),
+    sdp_enabled=True,
+)
+
+REINSTALL_CUDNN = "pip install --force-reinstall --no-deps 'nvidia-cudnn-cu13==9.24.0.43'"
+REINSTALL_TORCH = (
+    "pip install --force-reinstall torch==2.14.1 --index-url https://download.pytorch.org/whl/cu130"
+)
+
+
+def facts(**changes: Any) -> Facts:
+    """The healthy facts with changes, among them to single versions."""
+    names = {field.name for field in dataclasses.fields(Versions)}
+    changed = {name: changes.pop(name) for name in list(changes) if name in names}
+    versions = dataclasses.replace(HEALTHY.versions, **changed)
+    return dataclasses.replace(HEALTHY, versions=versions, **changes)
+
+
+def troubles(**changes: Any) -> list[Finding]:
+    """What is not ok about the healthy facts with changes."""
+    return [f for f in doctor.findings(facts(**changes), KNOWN) if f.level != "ok"]
+
+
+def trouble(**changes: Any) -> Finding:
+    (found,) = troubles(**changes)
+    return found
+
+
+def test_healthy() -> None:
+    assert doctor.findings(HEALTHY, KNOWN) == [
+        Finding("ok", "torch", "2.14.1+cu130, CUDA 13.0"),
+        Finding("ok", "cuDNN frontend", "1.32.0"),
+        Finding("ok", "cuDNN", "9.24.0, CUDA 13.3"),
+        Finding("ok", "libraries", f"one cuDNN, from {CUDNN}"),
+        Finding("ok", "driver", "supports CUDA 13.0"),
+        Finding("ok", "GPU", "0: NVIDIA H200, sm_90, 140 GiB"),
+        Finding("ok", "switches", "nothing turns cuDNN attention off"),
+    ]
+
+
+def test_torch_missing() -> None:
+    found = trouble(
+        torch=None,
+        torch_cuda=None,
+        torch_cudnn=None,
+        sdp_enabled=None,
+        errors={"torch": "ModuleNotFoundError: No module named 'torch'"},
+    )
+    assert found == Finding(
+        "fail",
+        "torch",
+        "cannot be imported (ModuleNotFoundError: No module named 'torch')",
+        "pip install torch",
+    )
+
+
+def test_torch_without_cuda() -> None:
+    found = trouble(torch="2.14.1+cpu", torch_cuda=None, torch_cudnn=None)
+    assert (found.level, found.subject) == ("fail", "torch")
+    assert "2.14.1+cpu is built without CUDA" in found.message
+    assert found.remedy == REINSTALL_TORCH
+
+
+def test_frontend_missing() -> None:
+    found = trouble(
+        frontend=None, frontend_cudnn=None, errors={"frontend": "ImportError: no cudnn"}
+    )
+    assert found == Finding(
+        "fail",
+        "cuDNN frontend",
+        "cannot be imported (ImportError: no cudnn)",
+        "pip install -U 'nvidia-cudnn-frontend>=1.28'",
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "too_old"),
+    [("1.9.0", True), ("1.27.1", True), ("1.28.0", False), ("1.32.0rc1", False), ("2.0", False)],
+)
+def test_frontend_age(version: str, too_old: bool) -> None:
+    found = troubles(frontend=version)
+    messages = [f"{version} is too old, 1.28 is needed"] if too_old else []
+    assert [f.message for f in found] == messages
+    assert all((f.level, f.subject) == ("fail", "cuDNN frontend") for f in found)
+
+
+def test_cudnn_missing() -> None:
+    found = trouble(
+        frontend_cudnn=None,
+        torch_cudnn=None,
+        cudnn_cuda=None,
+        libraries=LIBRARIES[:2],
+        distributions={},
+        errors={"frontend's cuDNN": "RuntimeError: libcudnn.so.9 not found"},
+    )
+    assert found == Finding(
+        "fail",
+        "cuDNN",
+        "cannot be loaded (RuntimeError: libcudnn.so.9 not found)",
+        "pip install --force-reinstall --no-deps 'nvidia-cudnn-cu13'",
+    )
+
+
+def test_cudnn_too_old() -> None:
+    found = trouble(frontend_cudnn=91002, torch_cudnn=91002)
+    assert found.message == "9.10.2 is too old, 9.19.0 is needed"
+    assert found.remedy == "pip install --force-reinstall --no-deps 'nvidia-cudnn-cu13>=9.19.0'"
+
+
+def test_frontend_and_torch_use_different_cudnn() -> None:
+    found = trouble(frontend_cudnn=92700)
+    assert found == Finding(
+        "fail", "cuDNN", "the frontend uses 9.27.0, torch uses 9.24.0", REINSTALL_CUDNN
+    )
+
+
+def test_torch_refuses_cudnn() -> None:
+    reason = "RuntimeError: cuDNN version incompatibility"
+    found = trouble(torch_cudnn=None, errors={"torch's cuDNN": reason})
+    assert found == Finding("fail", "cuDNN", f"torch refuses it ({reason})", REINSTALL_CUDNN)
+
+
+def test_cudnn_for_another_cuda() -> None:
+    found = trouble(cudnn_cuda="12.9", distributions={"nvidia-cudnn-cu12": "9.24.0.43"})
+    assert found == Finding(
+        "fail",
+        "cuDNN",
+        "is built for CUDA 12, torch for CUDA 13",
+        "pip uninstall -y nvidia-cudnn-cu12 && "
+        "pip install --force-reinstall --no-deps 'nvidia-cudnn-cu13'",
+    )
+
+
+@pytest.mark.parametrize("other", ["nvidia-cudnn-cu12", "nvidia-cudnn-jit-cu12"])
+def test_cudnn_of_two_cudas_installed(other: str) -> None:
+    found = trouble(distributions={other: "9.20.0.48", "nvidia-cudnn-cu13": "9.24.0.43"})
+    assert (found.level, found.subject) == ("fail", "libraries")
+    assert found.message.startswith(f"{other} and nvidia-cudnn-cu13 are for different versions")
+    assert found.remedy == f"pip uninstall -y {other} && {REINSTALL_CUDNN}"
+
+
+def test_both_kinds_of_cudnn_for_one_cuda_are_no_conflict() -> None:
+    both = {"nvidia-cudnn-cu13": "9.24.0.43", "nvidia-cudnn-jit-cu13": "9.24.0.43"}
+    assert troubles(distributions=both) == []
+
+
+def test_parts_of_two_cudnn_loaded() -> None:
+    system = "/usr/lib/x86_64-linux-gnu"
+    mixed = (
+        *LIBRARIES[:4],
+        Library(f"{CUDNN}/libcudnn_graph.so.9"),
+        Library(f"{CUDNN}/libcudnn_heuristic.so.9"),
+        Library(f"{system}/libcudnn_engines_runtime_compiled.so.9.23.0"),
+        Library(f"{system}/libcudnn_graph.so.9.23.0", loaded=True),
+        Library(f"{system}/libcudnn_heuristic.so.9.23.0"),
+    )
+    found = trouble(libraries=mixed)
+    assert found == Finding(
+        "fail",
+        "libraries",
+        f"libcudnn is loaded from several directories: {CUDNN}, {system}",
+        REINSTALL_CUDNN,
+    )
+
+
+@pytest.mark.parametrize("name", ["libnvrtc.so.13", "libcublasLt.so.13"])
+def test_cuda_libraries_of_two_directories_loaded(name: str) -> None:
+    found = trouble(libraries=(*LIBRARIES, Library(f"/usr/local/cuda/lib64/{name}", loaded=True)))
+    assert (found.level, found.subject) == ("fail", "libraries")
+    family = name.split(".")[0]
+    assert found.message.startswith(f"{family} is loaded from several directories: {CUDA}, /usr")
+    assert found.remedy == REINSTALL_TORCH
+
+
+def test_search_path_is_the_remedy_where_it_is_the_cause() -> None:
+    found = trouble(
+        libraries=(*LIBRARIES, Library("/opt/cuda/libnvrtc.so.13", loaded=True)),
+        variables={"LD_LIBRARY_PATH": ":/opt/cuda:/opt/other"},
+    )
+    assert found.remedy == "take /opt/cuda out of LD_LIBRARY_PATH"
+
+
+def test_cudnn_lacks_a_part() -> None:
+    found = trouble(libraries=(*LIBRARIES[:3], *LIBRARIES[4:]))
+    assert found == Finding(
+        "fail",
+        "libraries",
+        f"the cuDNN in {CUDNN} lacks libcudnn_engines_runtime_compiled",
+        REINSTALL_CUDNN,
+    )
+
+
+def test_second_cudnn_on_disk() -> None:
+    found = trouble(libraries=(*LIBRARIES, Library("/usr/lib/libcudnn_ops.so.9.23.0")))
+    assert (found.level, found.subject) == ("warn", "libraries")
+    assert found.message.startswith("another cuDNN lies unused in /usr/lib;")
+
+
+def test_second_nvrtc_on_disk_is_no_trouble() -> None:
+    assert troubles(libraries=(*LIBRARIES, Library("/usr/local/cuda/lib64/libnvrtc.so.12"))) == []
+
+
+@pytest.mark.parametrize("name", ["libnvrtc.so.13", "libcublasLt.so.13"])
+def test_library_that_cannot_be_loaded(name: str) -> None:
+    found = trouble(unloadable={name: "OSError: no such file"})
+    assert found == Finding(
+        "fail",
+        "libraries",
+        f"{name}, without which cuDNN cannot compile, cannot be loaded (OSError: no such file)",
+        REINSTALL_TORCH,
+    )
+
+
+def test_no_driver() -> None:
+    found = trouble(driver=None, gpus=())
+    assert found == Finding(
+        "warn",
+        "driver",
+        "there is no NVIDIA driver; planning for described GPUs still works",
+        "to compute, install an NVIDIA driver for CUDA 13.0; in a container pass --gpus all",
+    )
+
+
+@pytest.mark.parametrize(
+    ("driver", "variables", "remedy"),
+    [
+        ("13.0", {}, "run nvidia-smi to see"),
+        ("12.4", {}, "update the NVIDIA driver to one for CUDA 13.0 (it supports 12.4)"),
+        ("13.0", {"CUDA_VISIBLE_DEVICES": ""}, "unset CUDA_VISIBLE_DEVICES (now '')"),
+    ],
+)
+def test_driver_without_gpu(driver: str, variables: dict[str, str], remedy: str) -> None:
+    found = trouble(driver=driver, gpus=(), variables=variables)
+    assert (found.level, found.subject) == ("warn", "GPU")
+    assert "planning for described GPUs still works" in found.message
+    assert found.remedy is not None
+    assert found.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "levels"),
+    [
+        ([75], ["fail"]),
+        ([80], ["ok"]),
+        ([75, 120], ["warn", "ok"]),
+        ([70, 75], ["fail", "fail"]),
+    ],
+)
+def test_gpu_generation(gpus: list[int], levels: list[str]) -> None:
+    cards = tuple(Gpu(index, "GPU", sm, 2**34) for index, sm in enumerate(gpus))
+    found = [f for f in doctor.findings(facts(gpus=cards), KNOWN) if f.subject == "GPU"]
+    assert [f.level for f in found] == levels
+    assert [f.message.split(";")[0] for f in found] == [
+        f"{index}: GPU, sm_{sm}, 16 GiB" for index, sm in enumerate(gpus)
+    ]
+
+
+@pytest.mark.parametrize("value", ["1", "true", "Yes "])
+def test_switched_off(value: str) -> None:
+    found = trouble(variables={"TORCH_CUDNN_MHA_DISABLED": value})
+    assert found == Finding(
+        "warn",
+        "switches",
+        "TORCH_CUDNN_MHA_DISABLED keeps cuDNN out of every call",
+        "unset TORCH_CUDNN_MHA_DISABLED",
+    )
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", "off"])
+def test_not_switched_off(value: str) -> None:
+    assert troubles(variables={"TORCH_CUDNN_MHA_DISABLED": value}) == []
+
+
+def test_switched_on_and_off() -> None:
+    found = trouble(variables={"TORCH_CUDNN_MHA_DISABLED": "1", "TORCH_CUDNN_MHA_ENABLED": "1"})
+    assert found.message == (
+        "TORCH_CUDNN_MHA_ENABLED and TORCH_CUDNN_MHA_DISABLED are both set; the latter wins"
+    )
+
+
+def test_torchs_switch_is_off() -> None:
+    found = trouble(sdp_enabled=False)
+    assert found.level == "warn"
+    assert found.remedy == "torch.backends.cuda.enable_cudnn_sdp(True)"
+
+
+def test_unknown_variable() -> None:
+    found = trouble(
+        variables={"TORCH_CUDNN_MHA_DISABLE": "1", "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
+    )
+    assert found == Finding(
+        "warn",
+        "switches",
+        "TORCH_CUDNN_MHA_DISABLE means nothing; known are TORCH_CUDNN_MHA_DISABLED, "
+        "TORCH_CUDNN_MHA_ENABLED",
+        "unset TORCH_CUDNN_MHA_DISABLE",
+    )
+
+
+def test_several_troubles_are_all_reported() -> None:
+    found = troubles(frontend="1.20.0", frontend_cudnn=92700, sdp_enabled=False, driver=None)
+    assert [(f.level, f.subject) for f in found] == [
+        ("fail", "cuDNN frontend"),
+        ("fail", "cuDNN"),
+        ("warn", "driver"),
+        ("warn", "switches"),
+    ]
+
+
+@pytest.mark.parametrize(("level", "failed"), [("ok", False), ("warn", False), ("fail", True)])
+def test_report_fails_with_its_findings(level: doctor.Level, failed: bool) -> None:
+    report = doctor.Report(HEALTHY, (Finding("ok", "a", "b"), Finding(level, "c", "d", "e")))
+    assert report.failed is failed
+    found = json.loads(json.dumps(report.to_dict()))
+    assert found["failed"] is failed
+    assert found["findings"][1] == {
+        "level": level,
+        "subject": "c",
+        "message": "d",
+        "remedy": "e",
+    }
+    assert found["facts"]["gpus"] == [
+        {"index": 0, "name": "NVIDIA H200", "sm": 90, "memory": 150_000_000_000}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("libcudnn.so", "cudnn"),
+        ("libcudnn.so.9", "cudnn"),
+        ("libcudnn_engines_tensor_ir.so.9.24.0", "cudnn"),
+        ("libnvrtc.alt.so.13", "nvrtc"),
+        ("libnvrtc-builtins.so.13.0", "nvrtc"),
+        ("libcublasLt.so.13", "cublasLt"),
+        ("libcublas.so.13", ""),
+        ("libcudnnx.so.9", ""),
+        ("libcudnn.so.9 (deleted)", ""),
+    ],
+)
+def test_library_family(name: str, family: str) -> None:
+    assert Library(f"/lib/{name}").family == family
+
+
+def test_minimums_are_those_that_loading_enforces() -> None:
+    pytest.importorskip("torch")
+    from cudnn_mha import runtime
+
+    assert doctor.MIN_FRONTEND == runtime.MIN_FRONTEND
+    assert doctor.MIN_CUDNN == runtime.MIN_CUDNN
+
+
+def test_collect_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("TORCH_CUDNN_MHA_TYPO", "1")
+    report = doctor.collect(config.VARIABLES)
+    found = json.loads(json.dumps(report.to_dict()))
+
+    versions = found["facts"]["versions"]
+    assert versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert versions["torch"] == torch.__version__
+    assert versions["torch_cuda"] == torch.version.cuda
+    assert versions["torch_cudnn"] == torch.backends.cudnn.version()
+    assert found["facts"]["variables"]["TORCH_CUDNN_MHA_TYPO"] == "1"
+    assert (found["facts"]["driver"] is not None) == driver_stub.driver_present()
+    assert len(found["facts"]["gpus"]) == torch.cuda.device_count()
+    assert any(
+        f["level"] == "warn" and f["remedy"] == "unset TORCH_CUDNN_MHA_TYPO"
+        for f in found["findings"]
+    )
+    if importlib.util.find_spec("cudnn"):
+        cudnn = importlib.import_module("cudnn")
+        assert versions["frontend"] == cudnn.__version__
+        assert versions["frontend_cudnn"] == cudnn.backend_version()
+        loaded = {Path(f["path"]).name for f in found["facts"]["libraries"] if f["loaded"]}
+        assert any(name.startswith("libcudnn.so") for name in loaded)
+
+
+def test_collect_without_torch_and_frontend() -> None:
+    code = """
+import json, sys
+sys.modules["torch"] = sys.modules["cudnn"] = None
+from cudnn_mha import doctor
+print(json.dumps(doctor.collect(()).to_dict()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
+    )
+    found = json.loads(done.stdout)
+    assert found["failed"] is True
+    assert found["facts"]["versions"]["torch"] is None
+    assert found["facts"]["versions"]["frontend"] is None
+    assert [f["subject"] for f in found["findings"] if f["level"] == "fail"] == [
+        "torch",
+        "cuDNN frontend",
+    ]
