@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from typing import Any
 
 import torch
@@ -32,15 +33,17 @@ def attend(decision: Decision, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     seed = None
     if decision.options.dropout_p:
         seed = torch.randint(2**31, (2,), device=query.device)
+    result: Any
     if decision.gradient:
-        output, lse = _Attention.apply(query, key, value, bias, seed, decision)
+        result = _apply(query, key, value, bias, seed, decision)
+        output, lse = result if decision.options.return_lse else (result, None)
     else:
-        output, lse = _forward(decision, query, key, value, bias, seed)
+        output, lse = forward(decision, query, key, value, bias, seed)
     if not decision.as_is:
         output = output[..., : decision.outline.dim_v]
         if decision.outline.ndim == 3:
             output = output[0]
-    if not decision.options.return_lse:
+    if lse is None:
         return output, None
     lse = lse.squeeze(-1)
     if shift is not None:
@@ -48,21 +51,26 @@ def attend(decision: Decision, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     return output, lse[0] if decision.outline.ndim == 3 else lse
 
 
-def _forward(
+def forward(
     decision: Decision,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor | None,
-    seed: Tensor | None,
-) -> tuple[Tensor, Any]:
-    assert decision.forward is not None and decision.spec is not None
-    plan = decision.forward.plan
-    assert plan is not None
-    output = _empty(decision.spec.output, query)
+    bias: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Output, and log-sum-exp where the spec has it, of prepared tensors."""
+    plan: Plan = decision.forward.plan  # type: ignore[union-attr,assignment]
+    if decision.like_query:
+        output = torch.empty_like(query)  # the cheapest way to allocate
+    else:
+        output = _empty(plan.spec.output, query)
     addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()]
+    if decision.bare:
+        _run(plan, addresses)
+        return output, None
     lse = None
-    if decision.spec.lse:
+    if plan.spec.lse:
         lse = torch.empty((*output.shape[:3], 1), dtype=torch.float32, device=query.device)
         addresses.append(lse.data_ptr())
     _add_optional(addresses, bias, seed)
@@ -79,8 +87,7 @@ def _add_optional(addresses: list[int], bias: Tensor | None, seed: Tensor | None
 
 def _run(plan: Plan, addresses: list[int]) -> None:
     """Runs on the current stream of the plan's device, whatever device is current."""
-    index = plan.device.index
-    assert index is not None
+    index: int = plan.device.index  # type: ignore[assignment]
     stream = runtime.current_stream(index)
     if torch._C._cuda_getDevice() == index:
         plan.run(addresses, stream)
@@ -91,7 +98,7 @@ def _run(plan: Plan, addresses: list[int]) -> None:
 
 def _empty(layout: TensorSpec, like: Tensor) -> Tensor:
     if like.shape == layout.shape and like.stride() == layout.stride:
-        return torch.empty_like(like)  # the cheapest way to allocate
+        return torch.empty_like(like)
     return like.new_empty_strided(layout.shape, layout.stride)
 
 
@@ -107,16 +114,22 @@ class _Attention(torch.autograd.Function):
         bias: Tensor | None,
         seed: Tensor | None,
         decision: Decision,
-    ) -> tuple[Tensor, Tensor]:
-        output, lse = _forward(decision, query, key, value, bias, seed)
-        ctx.save_for_backward(query, key, value, bias, output, lse, seed)
+    ) -> Any:
+        output, lse = forward(decision, query, key, value, bias, seed)
+        stashed = lse
+        if bias is not None and lse is not None:
+            # Weights exp(score - lse) of a row without keys: exp(-inf), not exp(-inf + inf).
+            stashed = lse.masked_fill(lse == -math.inf, math.inf)
+        ctx.save_for_backward(query, key, value, bias, output, stashed, seed)
         ctx.decision = decision
+        if not decision.options.return_lse:
+            return output
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return output, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, _grad_lse: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor, _grad_lse: None = None) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "cuDNN attention has no double backward: it was called with create_graph=True; "
@@ -127,9 +140,11 @@ class _Attention(torch.autograd.Function):
             gradients = _backward(ctx.decision, grad_output, *saved)
         except torch.OutOfMemoryError as error:
             gradients = _recompute(ctx.decision, grad_output, *saved, error=error)
-        needed = ctx.needs_input_grad[:4]
-        gradients = [g if n else None for g, n in zip(gradients, needed, strict=True)]
         return (*gradients, None, None)
+
+
+# `Function.apply` without its look at functorch's transforms, which the caller has excluded.
+_apply = super(torch.autograd.Function, _Attention).apply
 
 
 def _backward(
@@ -143,25 +158,25 @@ def _backward(
     lse: Tensor,
     seed: Tensor | None,
 ) -> list[Tensor | None]:
+    """Gradients of query, key, value and bias; None where the bias has none."""
     plan, grad_output = decision.backward_plan(grad_output)
     spec = plan.spec
     assert spec.grad_query and spec.grad_key and spec.grad_value
     gradients: list[Tensor | None] = [
-        _empty(spec.grad_query, query),
-        _empty(spec.grad_key, key),
-        _empty(spec.grad_value, value),
+        grad_query := _empty(spec.grad_query, query),
+        grad_key := _empty(spec.grad_key, key),
+        grad_value := _empty(spec.grad_value, value),
+        None,
     ]
-    if spec.grad_bias is not None:
-        gradients.append(_empty(spec.grad_bias, query))
     addresses = [t.data_ptr() for t in (query, key, value, output, lse)]
     _add_optional(addresses, bias, seed)
-    addresses.append(grad_output.data_ptr())
-    addresses += (g.data_ptr() for g in gradients if g is not None)
-    _run(plan, addresses)
-    if spec.grad_bias is None:
-        gradients.append(None)
-    elif bias is not None:
-        gradients[3] = gradients[3].to(bias.dtype)  # type: ignore[union-attr]
+    addresses += (t.data_ptr() for t in (grad_output, grad_query, grad_key, grad_value))
+    if bias is None or spec.grad_bias is None:
+        _run(plan, addresses)
+        return gradients
+    grad_bias = _empty(spec.grad_bias, query)
+    _run(plan, [*addresses, grad_bias.data_ptr()])
+    gradients[3] = grad_bias.to(bias.dtype)
     return gradients
 
 

@@ -56,6 +56,9 @@ class Decision:
         bias_gradient: the mask's gradient is wanted.
         reasons: why cuDNN does not serve the call; empty where it does.
         as_is: the caller's tensors are what cuDNN reads.
+        gradient: some gradient will be wanted.
+        like_query: the output has the layout of the query.
+        bare: served, and nothing but query, key and value goes in and the output comes out.
     """
 
     options: Options
@@ -68,6 +71,8 @@ class Decision:
     reasons: tuple[Reason, ...] = ()
     as_is: bool = False
     gradient: bool = False
+    like_query: bool = False
+    bare: bool = False
 
     @property
     def served(self) -> bool:
@@ -127,14 +132,13 @@ def decide(
         device: the GPU to decide for; None takes that of the tensors.
     """
     decision = Decision(options, outline(query, value, options), gradient=gradient)
-    reasons = list(_policy() if device is None else ())
-    if device is None and query.device.type == "cuda":
+    if device is None and query.is_cuda:
         device = devices.cuda(query.device.index)
     decision.device = device
+    # What the user set says nothing about a GPU that is not here.
+    reasons = [] if device and device.described else _policy()
     if device is None:
-        reasons.append(
-            Reason("device", f"the tensors must be on a CUDA device, got {query.device}")
-        )
+        reasons.append(not_on_cuda(query))
     if query.dim() not in (3, 4):
         reasons.append(
             Reason("ndim", f"the tensors must have 3 or 4 dimensions, got {query.dim()}")
@@ -170,6 +174,13 @@ def decide(
     return decision
 
 
+def not_on_cuda(query: Tensor) -> Reason:
+    """The reason for a call whose tensors no GPU can read."""
+    if query.is_meta:
+        return Reason("device", "this machine has no CUDA device; name a described one with gpu=")
+    return Reason("device", f"the tensors must be on a CUDA device, got {query.device}")
+
+
 def _find_plans(decision: Decision, wanted: list[AttentionSpec]) -> None:
     assert decision.device is not None
     slots: list[Slot] = []
@@ -183,6 +194,9 @@ def _find_plans(decision: Decision, wanted: list[AttentionSpec]) -> None:
     if reasons:
         return
     decision.forward = slots[0]
+    spec = slots[0].plan.spec  # type: ignore[union-attr]
+    decision.like_query = spec.output == spec.query
+    decision.bare = decision.as_is and not (decision.gradient or spec.lse or spec.dropout_p)
     if decision.gradient:
         assert decision.spec is not None
         decision.backward[decision.spec.output.stride] = slots[1]
@@ -274,14 +288,21 @@ def compute(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: Options, *, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The call computed by PyTorch, by the backends it may use other than its own cuDNN's."""
-    odd_mask = mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype)
-    # What `F.scaled_dot_product_attention` cannot be told goes to the plain mathematics.
-    if o.return_lse or odd_mask or (o.deterministic and gradient):
+    # What `F.scaled_dot_product_attention` cannot be told, or computes only by some of its
+    # backends, goes to the plain mathematics.
+    if (
+        o.return_lse
+        or (o.deterministic and gradient)
+        or (mask is not None and mask.dtype not in (torch.bool, query.dtype))
+        or o.dropout_p == 1
+        or (o.scale is not None and o.scale <= 0)
+        or 0 in (*query.shape, *key.shape, *value.shape)
+    ):
         output, lse = reference.attention(
             query, key, value, mask, o.dropout_p, o.is_causal, o.scale
         )
         return output, lse if o.return_lse else None
-    if not query.is_cuda:
+    if not query.is_cuda or torch._C._are_functorch_transforms_active():
         return _sdpa(query, key, value, mask, o), None
     choice = torch._fused_sdp_choice(
         query, key, value, mask, o.dropout_p, o.is_causal, scale=o.scale, enable_gqa=o.enable_gqa

@@ -11,10 +11,17 @@ from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
 from cudnn_mha import config
-from cudnn_mha.attention import attend
+from cudnn_mha.attention import attend, forward
 from cudnn_mha.cache import plans
 from cudnn_mha.checks import ALIGNMENT, Kind, Reason
-from cudnn_mha.dispatch import SPLITTABLE, Decision, compute, decide, fall_back
+from cudnn_mha.dispatch import (
+    SPLITTABLE,
+    Decision,
+    compute,
+    decide,
+    fall_back,
+    not_on_cuda,
+)
 from cudnn_mha.inputs import Inputs, Options, Parts, outline, prepare, split, validate
 
 _PLAIN = {Tensor, Parameter}
@@ -156,15 +163,15 @@ def cudnn_sdpa(
             query.shape,
             query.stride(),
             query.dtype,
-            query.device,
+            query.get_device(),
             key.shape,
             key.stride(),
             key.dtype,
-            key.device,
+            key.get_device(),
             value.shape,
             value.stride(),
             value.dtype,
-            value.device,
+            value.get_device(),
             (query.data_ptr() | key.data_ptr() | value.data_ptr()) & (ALIGNMENT - 1),
             None if attn_mask is None else _mask_signature(attn_mask),
             dropout_p,
@@ -180,7 +187,7 @@ def cudnn_sdpa(
         )
         decision = _decisions.get(signature)
         if decision is not None:
-            return _served(decision, query, key, value, attn_mask)
+            return _decided(decision, query, key, value, attn_mask)
     if workspace_limit is None:
         workspace_limit = config.settings().workspace_limit
     options = Options(
@@ -200,7 +207,7 @@ def cudnn_sdpa(
 _uncompiled: Callable[..., Tensor] = _disable_dynamo(cudnn_sdpa)
 
 
-def _served(
+def _decided(
     decision: Decision, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The call of a signature that is decided."""
@@ -208,11 +215,13 @@ def _served(
         result = fall_back(query, key, value, mask, decision, decision.reasons)
         return _result(decision, result)
     plans.touch(decision.forward)
-    if decision.as_is:
-        inputs = Inputs(query, key, value, None, None)
-    else:
-        inputs = prepare(query, key, value, mask, decision.options)
     try:
+        if decision.bare:
+            return forward(decision, query, key, value)[0]
+        if decision.as_is:
+            inputs = Inputs(query, key, value, None, None)
+        else:
+            inputs = prepare(query, key, value, mask, decision.options)
         result = attend(decision, inputs)
     except torch.OutOfMemoryError as error:
         reason = Reason("memory", f"not enough memory for cuDNN: {error}", Kind.UNAVAILABLE)
@@ -256,12 +265,12 @@ def _first_call(
         if len(_decisions) >= _MAX_DECISIONS:
             _decisions.clear()
         _decisions[signature] = decision
-    return _served(decision, query, key, value, mask)
+    return _decided(decision, query, key, value, mask)
 
 
 def _not_for_cudnn(query: Tensor) -> Reason:
     if not query.is_cuda:
-        return Reason("device", f"the tensors must be on a CUDA device, got {query.device}")
+        return not_on_cuda(query)
     return Reason(
         "tensor_type",
         "the tensors must be plain tensors outside of functorch transforms, got "
@@ -292,7 +301,7 @@ def _in_parts(parts: Parts, options: Options) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _mask_signature(mask: Tensor) -> tuple[Any, ...]:
-    return (mask.shape, mask.stride(), mask.dtype, mask.device, mask.requires_grad)
+    return (mask.shape, mask.stride(), mask.dtype, mask.get_device(), mask.requires_grad)
 
 
 def _autocast(tensor: Tensor) -> Tensor:

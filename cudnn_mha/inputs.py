@@ -24,6 +24,7 @@ from cudnn_mha.spec import (
     TensorSpec,
     canonical_stride,
     contiguous_stride,
+    default_scale,
     layout_like,
 )
 
@@ -76,7 +77,7 @@ class Outline(NamedTuple):
     Attributes:
         ndim: number of dimensions of the caller's tensors.
         dim_v: head dimension of the caller's value.
-        scale: factor on the scores.
+        scale: factor on the scores of the prepared tensors, above 0.
     """
 
     ndim: int
@@ -193,6 +194,8 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: O
     query, key, value = (t[None] if t.dim() == 3 else t for t in (query, key, value))
     batch, heads = _lead_shape(query, key, value, o.enable_gqa)
     query = _expand(query, batch, heads)
+    if o.scale is not None and o.scale <= 0:
+        query = query * math.copysign(o.scale != 0, o.scale)
     # Key and value keep fewer heads: cuDNN groups the query's heads over them.
     key = _expand(key, batch, key.shape[1])
     value = _expand(value, batch, value.shape[1])
@@ -296,7 +299,7 @@ def _cut(tensor: Tensor, dim: int, start: int, stop: int, extent: int) -> Tensor
 def outline(query: Tensor, value: Tensor, o: Options) -> Outline:
     """What the caller of these tensors gets back."""
     dim = query.shape[-1]
-    scale = o.scale if o.scale is not None else 1 / math.sqrt(dim or 1)
+    scale = default_scale(dim) if o.scale is None else abs(o.scale) or 1.0
     return Outline(query.dim(), value.shape[-1], scale)
 
 

@@ -48,7 +48,7 @@ def attention(
         dropout_p: probability of dropping a weight, from 0 to 1. The LSE never includes dropout.
         is_causal: row ``i`` attends to keys ``j <= i`` (top-left, also where ``Sq != Skv``).
         scale: factor on the products; ``1 / sqrt(Dqk)`` by default.
-        compute_dtype: dtype of all arithmetic, float32 by default whatever the inputs are.
+        compute_dtype: dtype of all arithmetic; default float32, or float64 for a float64 query.
             Autocast does not change it; torch's float32 matmul precision settings do apply.
         dropout_mask: boolean, broadcastable like ``attn_mask``, True = keep: used in place of a
             drawn one.
@@ -62,7 +62,7 @@ def attention(
         ValueError: for arguments that do not fit together.
     """
     _check(query, key, value, attn_mask, dropout_p, is_causal, dropout_mask)
-    dtype = torch.float32 if compute_dtype is None else compute_dtype
+    dtype = compute_dtype or torch.promote_types(query.dtype, torch.float32)
     heads, queries, head_dim = query.shape[-3:]
     keys = key.size(-2)
     batch = torch.broadcast_shapes(  # type: ignore[no-untyped-call]

@@ -101,7 +101,7 @@ class Lease:
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):
-            _idle[self.index].append(self.handle)
+            _idle.get(self.index, []).append(self.handle)
 
 
 # cuDNN handles are not thread-safe and belong to one device.

@@ -193,6 +193,7 @@ def test_flex_attention_output_and_lse() -> None:
         return_aux=AuxRequest(lse=True),
     )
     past = torch.arange(SQ)[:, None] >= torch.arange(SKV)
+    assert isinstance(aux.lse, Tensor)
     mask = bias.masked_fill(~past, -math.inf)
     out, lse = oracle(q, k, v, mask, scale=0.4)
     equal(out, want)
