@@ -73,16 +73,19 @@ def forward(
     if plan.spec.lse:
         lse = torch.empty((*output.shape[:3], 1), dtype=torch.float32, device=query.device)
         addresses.append(lse.data_ptr())
-    _add_optional(addresses, bias, seed)
+    addresses += _optional(bias, seed)
     _run(plan, addresses)
     return output, lse
 
 
-def _add_optional(addresses: list[int], bias: Tensor | None, seed: Tensor | None) -> None:
+def _optional(bias: Tensor | None, seed: Tensor | None) -> list[int]:
+    """Addresses of the bias, the dropout's seed and its offset, where there are any."""
+    addresses = []
     if bias is not None:
         addresses.append(bias.data_ptr())
     if seed is not None:
         addresses += (seed.data_ptr(), seed.data_ptr() + seed.element_size())
+    return addresses
 
 
 def _run(plan: Plan, addresses: list[int]) -> None:
@@ -157,27 +160,28 @@ def _backward(
     output: Tensor,
     lse: Tensor,
     seed: Tensor | None,
-) -> list[Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and bias; None where the bias has none."""
     plan, grad_output = decision.backward_plan(grad_output)
     spec = plan.spec
-    assert spec.grad_query and spec.grad_key and spec.grad_value
-    gradients: list[Tensor | None] = [
-        grad_query := _empty(spec.grad_query, query),
-        grad_key := _empty(spec.grad_key, key),
-        grad_value := _empty(spec.grad_value, value),
-        None,
-    ]
-    addresses = [t.data_ptr() for t in (query, key, value, output, lse)]
-    _add_optional(addresses, bias, seed)
-    addresses += (t.data_ptr() for t in (grad_output, grad_query, grad_key, grad_value))
-    if bias is None or spec.grad_bias is None:
-        _run(plan, addresses)
-        return gradients
-    grad_bias = _empty(spec.grad_bias, query)
-    _run(plan, [*addresses, grad_bias.data_ptr()])
-    gradients[3] = grad_bias.to(bias.dtype)
-    return gradients
+    if decision.like_inputs:
+        grad_query, grad_key, grad_value = map(torch.empty_like, (query, key, value))
+    else:
+        assert spec.grad_query and spec.grad_key and spec.grad_value
+        grad_query = _empty(spec.grad_query, query)
+        grad_key = _empty(spec.grad_key, key)
+        grad_value = _empty(spec.grad_value, value)
+    operands = [query, key, value, output, lse, grad_output, grad_query, grad_key, grad_value]
+    grad_bias = None
+    if spec.grad_bias is not None:
+        grad_bias = _empty(spec.grad_bias, query)
+        operands.append(grad_bias)
+    addresses = [t.data_ptr() for t in operands]
+    addresses[5:5] = _optional(bias, seed)
+    _run(plan, addresses)
+    if grad_bias is not None and bias is not None:
+        grad_bias = grad_bias.to(bias.dtype)
+    return grad_query, grad_key, grad_value, grad_bias
 
 
 def _recompute(
@@ -192,7 +196,7 @@ def _recompute(
     seed: Tensor | None,
     *,
     error: torch.OutOfMemoryError,
-) -> list[Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients by PyTorch, for want of memory for cuDNN's workspace."""
     del output, lse
     assert decision.spec is not None
@@ -214,5 +218,5 @@ def _recompute(
     wanted = [query, key, value]
     if bias is not None and decision.bias_gradient:
         wanted.append(bias)
-    gradients: list[Tensor | None] = [*torch.autograd.grad(result, wanted, grad_output)]
-    return gradients if decision.bias_gradient else [*gradients, None]
+    grad_query, grad_key, grad_value, *rest = torch.autograd.grad(result, wanted, grad_output)
+    return grad_query, grad_key, grad_value, rest[0] if rest else None

@@ -71,6 +71,14 @@ class Slot:
         self.used = 0
 
 
+class _Turn:
+    """Whose turn it is to build a key; it lasts while any thread wants that key built."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.threads = 0
+
+
 class PlanCache:
     """A bounded map from `PlanKey` to `Slot`.
 
@@ -86,7 +94,7 @@ class PlanCache:
         self._build = build
         self._lock = threading.Lock()
         self._slots: dict[PlanKey, Slot] = {}
-        self._building: dict[PlanKey, threading.Lock] = {}
+        self._turns: dict[PlanKey, _Turn] = {}
         self._listeners: list[Callable[[], None]] = []
         self._clock = 0
         self._reset()
@@ -125,17 +133,18 @@ class PlanCache:
         if slot is not None:
             return slot
         with self._lock:
-            building = self._building.setdefault(key, threading.Lock())
-        with building:
+            turn = self._turns.setdefault(key, _Turn())
+            turn.threads += 1
+        try:
+            with turn.lock:
+                with self._lock:
+                    slot = self._slots.get(key)
+                return slot or self._fill(key)
+        finally:
             with self._lock:
-                slot = self._slots.get(key)
-            if slot is None:
-                try:
-                    slot = self._fill(key)
-                finally:
-                    with self._lock:
-                        self._building.pop(key, None)
-            return slot
+                turn.threads -= 1
+                if not turn.threads:
+                    del self._turns[key]
 
     def _fill(self, key: PlanKey) -> Slot:
         start = time.perf_counter()
@@ -152,11 +161,11 @@ class PlanCache:
             self._clock += 1
             slot.used = self._clock
             self._slots[key] = slot
-            full = len(self._slots) > self.maxsize
-            if full:
+            surplus = len(self._slots) - self.maxsize
+            for _ in range(surplus):
                 del self._slots[min(self._slots, key=lambda k: self._slots[k].used)]
                 self._evictions += 1
-        if full:
+        if surplus > 0:
             self._notify()
         return slot
 

@@ -9,6 +9,7 @@ refusal is one more `Reason`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -32,7 +33,7 @@ BIAS_DTYPES = ("float16", "bfloat16", "float32")
 class Kind(str, Enum):
     """What a reason says about a call."""
 
-    UNSUPPORTED = "unsupported"  # cuDNN refuses it
+    UNSUPPORTED = "unsupported"  # cuDNN refuses it, or has it but this package does not use it
     WRONG = "wrong"  # cuDNN accepts it and computes something else, or fails when it runs
     POLICY = "policy"  # a setting keeps cuDNN out
     UNAVAILABLE = "unavailable"  # cuDNN or a resource is missing now
@@ -131,6 +132,20 @@ HAZARDS = (
         "log-sum-exp rounds), zeros for rows of the dtype's lowest number (it overflows in base 2)",
     ),
     Hazard(
+        name="scale_not_positive",
+        condition="a scale of 0 or below",
+        remedy="the query is multiplied by the scale's sign and the scale made positive",
+        cost="one pass over the query",
+        source=f"{_H200}: NaN, since the row's maximum is taken before the scale",
+    ),
+    Hazard(
+        name="empty_row_backward",
+        condition="backward of a mask, which may have rows that attend to nothing",
+        remedy="the backward is given a log-sum-exp of +inf for such rows, so all weights are 0",
+        cost="one pass over the log-sum-exp, (B, Hq, Sq) float32",
+        source=f"{_H200}: NaN gradients for Sq = 1 and Skv % 128 == 64, garbage for Skv = 1",
+    ),
+    Hazard(
         name="launch_grid",
         condition=f"B or Hq above {MAX_GRID}",
         remedy="the call is split over batch or heads",
@@ -205,7 +220,9 @@ def _layouts(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reas
 
 def _sizes(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason]:
     if 0 in (*spec.query.shape, *spec.key.shape, *spec.value.shape):
-        yield Reason("empty", "a dimension is 0; there is nothing for cuDNN to compute")
+        # cuDNN plans for Skv = 0 and divides by zero while it plans for Sq = 0.
+        message = "a dimension is 0; there is nothing for cuDNN to compute"
+        yield Reason("empty", message, Kind.WRONG)
         return
     for name, heads in (("key", spec.heads_k), ("value", spec.heads_v)):
         if spec.heads_q % heads:
@@ -265,6 +282,39 @@ def _dropout(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reas
         )
 
 
+def _single_key(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason]:
+    # With cuDNN 9.19, 9.24 and 9.28 alike.
+    if spec.backward and spec.bias is not None and spec.seq_kv == 1 and device.sm // 10 in (8, 12):
+        yield Reason(
+            "single_key",
+            f"the backward on sm_{device.sm} takes no attn_mask where Skv = 1; drop the mask",
+        )
+
+
+def _exclusive(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason]:
+    """What cannot be had together on sm_10x, with cuDNN 9.19, 9.24 and 9.28 alike."""
+    if not spec.backward or device.sm // 10 != 10:
+        return
+    this = f"the backward on sm_{device.sm}"
+    dims = (spec.dim_qk, spec.dim_v)
+    used = {
+        "an attn_mask that requires a gradient": spec.grad_bias is not None,
+        "dropout": spec.dropout_p > 0,
+        "deterministic gradients": spec.deterministic,
+    }
+    names = [name for name, is_used in used.items() if is_used]
+    for pair in itertools.combinations(names, 2):
+        yield Reason("exclusive", f"{this} takes only one of {' and '.join(pair)}")
+    if spec.grad_bias is not None and max(dims) > 128:
+        yield Reason(
+            "exclusive",
+            f"{this} takes an attn_mask that requires a gradient with head dimensions up to 128 "
+            f"only, got Dqk = {dims[0]}, Dv = {dims[1]}",
+        )
+    if spec.dropout_p > 0 and dims == (256, 256):  # the kernel for these is deterministic
+        yield Reason("exclusive", f"{this} takes no dropout with head dimensions (256, 256)")
+
+
 def _known_wrong(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason]:
     bad_decode = 91900 <= version <= 92500 and version != 92401
     if spec.seq_q == 1 and device.sm // 10 in (10, 11) and bad_decode:
@@ -276,4 +326,14 @@ def _known_wrong(spec: AttentionSpec, device: Device, version: int) -> Iterator[
         )
 
 
-_RULES = (_capability, _dtypes, _layouts, _sizes, _head_dims, _dropout, _known_wrong)
+_RULES = (
+    _capability,
+    _dtypes,
+    _layouts,
+    _sizes,
+    _head_dims,
+    _dropout,
+    _single_key,
+    _exclusive,
+    _known_wrong,
+)

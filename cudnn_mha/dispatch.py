@@ -58,6 +58,7 @@ class Decision:
         as_is: the caller's tensors are what cuDNN reads.
         gradient: some gradient will be wanted.
         like_query: the output has the layout of the query.
+        like_inputs: the gradients of query, key and value have the layouts of these.
         bare: served, and nothing but query, key and value goes in and the output comes out.
     """
 
@@ -72,6 +73,7 @@ class Decision:
     as_is: bool = False
     gradient: bool = False
     like_query: bool = False
+    like_inputs: bool = False
     bare: bool = False
 
     @property
@@ -84,11 +86,14 @@ class Decision:
         A gradient in a layout of its own gets a plan of its own; one that cuDNN cannot address,
         such as the all-zero strides that ``sum().backward()`` gives, is copied.
         """
-        assert self.spec is not None and self.device is not None
         slot = None
         if grad_output.data_ptr() % checks.ALIGNMENT == 0:
             slot = self.backward.get(grad_output.stride())
-        if slot is None and addressable(grad_output):
+        if slot is not None:
+            plans.touch(slot)
+            return slot.plan, grad_output  # type: ignore[return-value]
+        assert self.spec is not None and self.device is not None
+        if addressable(grad_output):
             spec = self.backward_spec(layout_of(grad_output))
             slot, _ = find_plan(spec, self.device, self.options.workspace_limit)
             if slot is not None:
@@ -151,9 +156,12 @@ def decide(
                 "or use torch.autocast",
             )
         )
-    if device is None or query.dim() not in (3, 4) or not is_half(query.dtype):
-        decision.reasons = tuple(reasons)
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        reasons.append(Reason("empty", "a dimension is 0; there is nothing for cuDNN to compute"))
+    if {"device", "ndim", "dtype", "empty"} & {reason.rule for reason in reasons}:
+        decision.reasons = tuple(reasons)  # there is no spec to look at any closer
         return decision
+    assert device is not None
     inputs = prepare(query, key, value, mask, options)
     decision.as_is = all(a is b for a, b in zip(inputs, (query, key, value, None), strict=False))
     decision.bias_gradient = bool(gradient and inputs.bias is not None and mask.requires_grad)  # type: ignore[union-attr]
@@ -200,6 +208,10 @@ def _find_plans(decision: Decision, wanted: list[AttentionSpec]) -> None:
     if decision.gradient:
         assert decision.spec is not None
         decision.backward[decision.spec.output.stride] = slots[1]
+        decision.like_inputs = decision.as_is and (
+            (decision.spec.query, decision.spec.key, decision.spec.value)
+            == (wanted[1].grad_query, wanted[1].grad_key, wanted[1].grad_value)
+        )
 
 
 def find_plan(
@@ -284,24 +296,31 @@ def fall_back(
     return compute(query, key, value, mask, decision.options, gradient=decision.gradient)
 
 
-def compute(
+def needs_reference(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: Options, *, gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The call computed by PyTorch, by the backends it may use other than its own cuDNN's."""
-    # What `F.scaled_dot_product_attention` cannot be told, or computes only by some of its
-    # backends, goes to the plain mathematics.
-    if (
+) -> bool:
+    """Whether `F.scaled_dot_product_attention` cannot be told the call, or may get it wrong."""
+    return (
         o.return_lse
         or (o.deterministic and gradient)
         or (mask is not None and mask.dtype not in (torch.bool, query.dtype))
         or o.dropout_p == 1
         or (o.scale is not None and o.scale <= 0)
         or 0 in (*query.shape, *key.shape, *value.shape)
-    ):
+    )
+
+
+def compute(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: Options, *, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The call computed by PyTorch, by the backends it may use other than its own cuDNN's."""
+    if needs_reference(query, key, value, mask, o, gradient=gradient):
         output, lse = reference.attention(
             query, key, value, mask, o.dropout_p, o.is_causal, o.scale
         )
-        return output, lse if o.return_lse else None
+        return output, lse.detach().float() if o.return_lse else None
+    if mask is not None and mask.dim() < 2:
+        mask = mask.expand(1, *(mask.shape or (1,)))
     if not query.is_cuda or torch._C._are_functorch_transforms_active():
         return _sdpa(query, key, value, mask, o), None
     choice = torch._fused_sdp_choice(

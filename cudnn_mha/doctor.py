@@ -22,13 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from cudnn_mha import config, driver_stub
+from cudnn_mha import __version__, config, driver_stub
+from cudnn_mha.config import MIN_CUDNN, MIN_FRONTEND, version_text
 
-MIN_FRONTEND = (1, 28)
-MIN_CUDNN = 91900
 MIN_SM = 80
-
-ENABLED = "TORCH_CUDNN_MHA_ENABLED"
 
 _OUR_PREFIX = "TORCH_CUDNN_MHA_"
 _SHOWN_PREFIXES = ("TORCH_CUDNN_", "CUDNN_")
@@ -160,7 +157,7 @@ class Report:
         return {"failed": self.failed, **dataclasses.asdict(self)}
 
 
-def collect(known_variables: Collection[str]) -> Report:
+def collect(known_variables: Collection[str] = config.VARIABLES) -> Report:
     """Looks at this process and machine; loads torch, cuDNN and its frontend where they exist.
 
     Args:
@@ -197,11 +194,12 @@ def _facts() -> Facts:
     torch_cuda = torch and probe("torch's CUDA", lambda: torch.version.cuda)
     cudnn_cuda = probe("cuDNN's CUDA", _cuda_of_cudnn)
     unloadable = _unloadable_libraries(cudnn_cuda or torch_cuda)
+    probe("settings", config.reload)
     return Facts(
         versions=Versions(
             python=platform.python_version(),
             platform=platform.platform(),
-            cudnn_mha=probe("cudnn_mha", lambda: importlib.metadata.version("cudnn-mha")),
+            cudnn_mha=__version__,
             torch=torch and probe("torch", lambda: str(torch.__version__)),
             torch_cuda=torch_cuda,
             frontend=frontend and probe("frontend", lambda: str(frontend.__version__)),
@@ -318,7 +316,7 @@ def _gpus(torch: Any) -> tuple[Gpu, ...]:
 # ---------------------------------------------------------------------------------------- judging
 
 
-def findings(facts: Facts, known_variables: Collection[str]) -> list[Finding]:
+def findings(facts: Facts, known_variables: Collection[str] = config.VARIABLES) -> list[Finding]:
     """Judges the facts: what is wrong with each subject, or that nothing is.
 
     Args:
@@ -369,7 +367,7 @@ def _judge_frontend(facts: Facts) -> Iterator[Finding]:
 def _judge_cudnn(facts: Facts) -> Iterator[Finding]:
     version = facts.versions.frontend_cudnn
     if version is not None:
-        good = Finding("ok", "cuDNN", f"{_cudnn_text(version)}, CUDA {facts.versions.cudnn_cuda}")
+        good = Finding("ok", "cuDNN", f"{version_text(version)}, CUDA {facts.versions.cudnn_cuda}")
         yield from list(_wrong_cudnn(facts, version)) or [good]
     elif facts.versions.frontend is not None:
         reason = facts.errors.get("frontend's cuDNN", "not found")
@@ -379,11 +377,11 @@ def _judge_cudnn(facts: Facts) -> Iterator[Finding]:
 def _wrong_cudnn(facts: Facts, version: int) -> Iterator[Finding]:
     of_torch = facts.versions.torch_cudnn
     if version < MIN_CUDNN:
-        needed = _cudnn_text(MIN_CUDNN)
+        needed = version_text(MIN_CUDNN)
         yield Finding(
             "fail",
             "cuDNN",
-            f"{_cudnn_text(version)} is too old, {needed} is needed",
+            f"{version_text(version)} is too old, {needed} is needed",
             _install_cudnn(facts, f">={needed}"),
         )
     if reason := facts.errors.get("torch's cuDNN"):
@@ -392,7 +390,7 @@ def _wrong_cudnn(facts: Facts, version: int) -> Iterator[Finding]:
         yield Finding(
             "fail",
             "cuDNN",
-            f"the frontend uses {_cudnn_text(version)}, torch uses {_cudnn_text(of_torch)}",
+            f"the frontend uses {version_text(version)}, torch uses {version_text(of_torch)}",
             _one_cudnn(facts),
         )
     built_for, wanted = _major(facts.versions.cudnn_cuda), _major(facts.versions.torch_cuda)
@@ -493,11 +491,11 @@ def _judge_switches(facts: Facts, known_variables: Collection[str]) -> Iterator[
 
 
 def _wrong_switches(facts: Facts, known_variables: Collection[str]) -> Iterator[Finding]:
+    if "settings" in facts.errors:
+        name = facts.errors["settings"].split()[1]
+        yield Finding("fail", "switches", facts.errors["settings"], f"mend or unset {name}")
     if _is_on(facts, config.DISABLED):
-        if _is_on(facts, ENABLED):
-            message = f"{ENABLED} and {config.DISABLED} are both set; the latter wins"
-        else:
-            message = f"{config.DISABLED} keeps cuDNN out of every call"
+        message = f"{config.DISABLED} keeps cuDNN out of every call"
         yield Finding("warn", "switches", message, f"unset {config.DISABLED}")
     if facts.sdp_enabled is False:
         yield Finding(
@@ -566,12 +564,13 @@ def _install_cudnn(facts: Facts, requirement: str = "") -> str:
 
 
 def _install_torch(facts: Facts) -> str:
-    """The command that brings torch with all its CUDA libraries, anew where it is there."""
+    """The command that brings torch with all its CUDA libraries, anew where it is there.
+
+    PyPI's build for Linux is the one with CUDA.
+    """
     if facts.versions.torch is None:
         return "pip install torch"
-    release, cuda = facts.versions.torch.split("+")[0], facts.versions.torch_cuda or "13.0"
-    index = f"https://download.pytorch.org/whl/cu{cuda.replace('.', '')}"
-    return f"pip install --force-reinstall torch=={release} --index-url {index}"
+    return f"pip install --force-reinstall torch=={facts.versions.torch.split('+')[0]}"
 
 
 def _major(cuda: str | None) -> int | None:
@@ -580,7 +579,3 @@ def _major(cuda: str | None) -> int | None:
 
 def _cuda_text(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
-
-
-def _cudnn_text(version: int) -> str:
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

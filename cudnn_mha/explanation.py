@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from cudnn_mha import checks, config, devices
 from cudnn_mha.checks import Reason
-from cudnn_mha.dispatch import Decision, decide, find_plan
-from cudnn_mha.inputs import Options, validate
+from cudnn_mha.dispatch import SPLITTABLE, Decision, decide, find_plan, needs_reference
+from cudnn_mha.inputs import Options, split, validate
 from cudnn_mha.spec import AttentionSpec
 
 
@@ -41,7 +42,8 @@ class Explanation:
         served: whether cuDNN computes it.
         device: the GPU it was decided for.
         reasons: every reason why not; empty where served.
-        graphs: forward, then backward where a gradient is wanted.
+        graphs: forward, then backward where a gradient is wanted; of one part, where the call is
+            computed in parts.
         runs: who would compute it.
     """
 
@@ -53,7 +55,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain dictionaries and lists, for JSON."""
-        return asdict(self)
+        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         lines = [f"{'served by cuDNN' if self.served else 'not served by cuDNN'} on {self.device}"]
@@ -91,7 +93,8 @@ def explain(
     GPU.
 
     Args:
-        query: a tensor, whose values are not read, or a shape, taken as contiguous.
+        query: a tensor, whose values are not read (``meta`` will do), or a shape, taken as
+            contiguous.
         key, value, attn_mask: likewise.
         dropout_p, is_causal, scale, enable_gqa: as for `cudnn_sdpa`.
         return_lse, deterministic, workspace_limit: as for `cudnn_sdpa`.
@@ -99,7 +102,7 @@ def explain(
         mask_dtype: dtype of an attn_mask given as a shape.
         requires_grad: whether gradients are wanted; None asks the tensors.
         gpu: name of a described GPU, such as ``'b200'``; None takes the tensors' own device, or
-            the current one for shapes.
+            the current one for shapes and ``meta`` tensors.
 
     Raises:
         ValueError, TypeError, RuntimeError: as for `cudnn_sdpa`, and for an unknown ``gpu``.
@@ -126,7 +129,7 @@ def explain(
         device = devices.described(gpu)
     elif tensors and tensors[0].is_cuda:
         device = devices.cuda(tensors[0].device.index)
-    elif not tensors and torch.cuda.is_available():
+    elif all(t.is_meta for t in tensors) and torch.cuda.is_available():
         device = devices.cuda(torch.cuda.current_device())
     dtypes = (dtype, dtype, dtype, mask_dtype)
     with torch.enable_grad():
@@ -134,10 +137,24 @@ def explain(
         assert q is not None and k is not None and v is not None
         validate(q, k, v, mask, options)
         decision = decide(q, k, v, mask, options, gradient=requires_grad, device=device)
+        parts = 1
+        while SPLITTABLE.issuperset(r.rule for r in decision.reasons) and decision.reasons:
+            cut = split(q, k, v, mask)
+            if cut is None:
+                break
+            q, k, v, mask = cut.halves[1]  # the larger one where they differ
+            parts *= 2
+            decision = decide(q, k, v, mask, options, gradient=requires_grad, device=device)
     graphs = tuple(_graph(spec, decision) for spec in _specs(decision))
     where = str(device) if device else "no CUDA device"
     served = decision.served
-    return Explanation(served, where, decision.reasons, graphs, _runs(decision, options))
+    if served:
+        runs = "cuDNN" + (f", in {parts} parts" if parts > 1 else "")
+    elif needs_reference(q, k, v, mask, options, gradient=requires_grad):
+        runs = "cudnn_mha.reference, plain PyTorch"
+    else:
+        runs = "torch.nn.functional.scaled_dot_product_attention, without cuDNN"
+    return Explanation(served, where, decision.reasons, graphs, runs)
 
 
 def _meta(given: Tensor | Sequence[int] | None, dtype: torch.dtype) -> Tensor | None:
@@ -161,10 +178,11 @@ def _specs(decision: Decision) -> list[AttentionSpec]:
 
 def _graph(spec: AttentionSpec, decision: Decision) -> Graph:
     assert decision.device is not None
+    bare = dataclasses.replace(spec, padding=False)  # as it was before any remedy
     remedies = tuple(
         f"{hazard.remedy} ({hazard.condition}; costs {hazard.cost})"
         for hazard in checks.HAZARDS
-        if hazard.name in spec_hazards(spec)
+        if hazard.applies and hazard.applies(bare, decision.device)
     )
     plan = None
     if decision.served:
@@ -173,16 +191,3 @@ def _graph(spec: AttentionSpec, decision: Decision) -> Graph:
     if plan is None:
         return Graph(str(spec), None, None, remedies)
     return Graph(str(spec), plan.engine, plan.workspace, remedies)
-
-
-def spec_hazards(spec: AttentionSpec) -> set[str]:
-    """Names of the hazards whose remedies are in ``spec``."""
-    return {"backward_tail"} if spec.padding else set()
-
-
-def _runs(decision: Decision, options: Options) -> str:
-    if decision.served:
-        return "cuDNN"
-    if options.return_lse or (options.deterministic and decision.gradient):
-        return "cudnn_mha.reference, plain PyTorch"
-    return "torch.nn.functional.scaled_dot_product_attention, without cuDNN"

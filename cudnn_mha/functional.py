@@ -22,7 +22,16 @@ from cudnn_mha.dispatch import (
     fall_back,
     not_on_cuda,
 )
-from cudnn_mha.inputs import Inputs, Options, Parts, outline, prepare, split, validate
+from cudnn_mha.inputs import (
+    Inputs,
+    Options,
+    Parts,
+    outline,
+    prepare,
+    require_tensors,
+    split,
+    validate,
+)
 
 _PLAIN = {Tensor, Parameter}
 _MAX_DECISIONS = 4096
@@ -140,6 +149,14 @@ def cudnn_sdpa(
             workspace_limit=workspace_limit,
             fallback=fallback,
         )
+    plain = (
+        type(query) in _PLAIN
+        and type(key) in _PLAIN
+        and type(value) in _PLAIN
+        and (attn_mask is None or type(attn_mask) in _PLAIN)
+    )
+    if not plain:
+        require_tensors(query, key, value, attn_mask)
     if torch._C._is_any_autocast_enabled():
         query, key, value = (_autocast(t) for t in (query, key, value))
     if deterministic is None:
@@ -152,13 +169,7 @@ def cudnn_sdpa(
     )
     signature = None
     # Subclasses and functorch's wrappers have no memory of their own to look at.
-    if (
-        type(query) in _PLAIN
-        and type(key) in _PLAIN
-        and type(value) in _PLAIN
-        and query.is_cuda
-        and not torch._C._are_functorch_transforms_active()
-    ):
+    if plain and query.is_cuda and not torch._C._are_functorch_transforms_active():
         signature = (
             query.shape,
             query.stride(),
@@ -261,7 +272,7 @@ def _first_call(
         parts = split(query, key, value, mask)
         if parts is not None:
             return _in_parts(parts, options)
-    if not any(reason.kind is Kind.UNAVAILABLE for reason in decision.reasons):
+    if all(reason.rule != "capture" for reason in decision.reasons):
         if len(_decisions) >= _MAX_DECISIONS:
             _decisions.clear()
         _decisions[signature] = decision

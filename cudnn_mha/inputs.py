@@ -26,6 +26,7 @@ from cudnn_mha.spec import (
     contiguous_stride,
     default_scale,
     layout_like,
+    layout_order,
 )
 
 # A mask row without a larger entry is shifted up; see "low_mask_rows" in checks.HAZARDS.
@@ -37,8 +38,6 @@ _DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
-_ZERO = {dtype: torch.zeros((), dtype=dtype) for dtype in (torch.float16, torch.bfloat16)}
-_NEG_INF = {dtype: torch.full((), -math.inf, dtype=dtype) for dtype in _ZERO}
 
 
 @dataclass(frozen=True)
@@ -85,18 +84,23 @@ class Outline(NamedTuple):
     scale: float
 
 
+def require_tensors(query: object, key: object, value: object, mask: object) -> None:
+    """Raises TypeError for what is no tensor."""
+    for name, given in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
+        if not isinstance(given, Tensor) and not (name == "attn_mask" and given is None):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+
+
 def validate(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: Options) -> None:
     """Refuses calls that mean nothing, for cuDNN and PyTorch alike.
 
     Raises:
         ValueError: shapes that do not fit, or a number out of its range.
-        TypeError: something is not a tensor of a fitting dtype.
+        TypeError: a tensor's dtype does not fit.
         RuntimeError: both a mask and ``is_causal``, as PyTorch has it; or several devices.
     """
     tensors = {"query": query, "key": key, "value": value}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    for tensor in tensors.values():
         if tensor.dim() != query.dim() or tensor.dim() < 2:
             raise ValueError(
                 "query, key and value must have the same number of dimensions, 4 (B, H, S, D) or "
@@ -214,7 +218,12 @@ def _expand(tensor: Tensor, batch: int, heads: int) -> Tensor:
 
 def _pad_to_8(tensor: Tensor) -> Tensor:
     missing = -tensor.shape[-1] % 8
-    return F.pad(tensor, (0, missing)) if missing else tensor
+    if not missing:
+        return tensor
+    # `pad` writes its result out in the order of its dimensions.
+    order = layout_order(tensor.shape, tensor.stride())
+    padded = F.pad(tensor.permute(order), (0, missing))
+    return padded.permute([order.index(dim) for dim in range(tensor.dim())])
 
 
 def _addressable(tensor: Tensor) -> Tensor:
@@ -234,10 +243,10 @@ def _bias(
             mask = mask.narrow(dim, 0, 1)  # an expanded dimension: once is enough
     shift = None
     if mask.dtype == torch.bool:
-        bias = torch.where(mask, _ZERO[dtype], _NEG_INF[dtype])
+        bias = torch.full_like(mask, -math.inf, dtype=dtype).masked_fill_(mask, 0)
     else:
-        top = mask.detach().amax(-1, keepdim=True)
-        shift = torch.where((top < LOW_MASK_ROW) & (top > -math.inf), top, torch.zeros_like(top))
+        shift = mask.detach().amax(-1, keepdim=True)
+        shift.masked_fill_((shift >= LOW_MASK_ROW) | (shift == -math.inf), 0)
         bias = mask - shift
     bias = bias.expand(-1, -1, -1, seq_kv).contiguous()
     if bias.data_ptr() % ALIGNMENT:

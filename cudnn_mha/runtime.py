@@ -35,7 +35,10 @@ def library() -> ModuleType:
         )
     if not driver_stub.driver_present():
         # cuDNN links to the driver even to plan for a described GPU.
-        driver_stub.load()
+        try:
+            driver_stub.load()
+        except RuntimeError as error:
+            raise CudnnUnavailableError(f"there is no NVIDIA driver, and {error}") from error
     try:
         cudnn = importlib.import_module("cudnn")
     except Exception as error:  # a broken installation fails in many ways; all mean the same

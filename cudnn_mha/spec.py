@@ -200,8 +200,8 @@ def layout_like(shape: Sequence[int], like: TensorSpec, dtype: str | None = None
 
     The strides of ``like`` itself where it has the same shape and no gaps.
     """
-    order = layout_order(like.shape, like.stride)
-    return TensorSpec(tuple(shape), dense_stride(shape, order), dtype or like.dtype)
+    stride = dense_stride(shape, layout_order(like.shape, like.stride))
+    return TensorSpec(tuple(shape), canonical_stride(shape, stride), dtype or like.dtype)
 
 
 def default_scale(dim_qk: int) -> float:

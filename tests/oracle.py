@@ -143,7 +143,8 @@ def floors(call: Call, *, gradients: bool = True) -> Results:
     if call.mask is not None and call.mask.requires_grad:
         keywise = call.mask.shape[-1] == 1 < key.shape[-2]
         row = (shift * (weights.sum(-1, keepdim=True) if keywise else weights)).square()
-        found["grad_mask"] = norm(rounded) + norm(row)
+        # The gradient of every score is written in the dtype of the call before it is summed.
+        found["grad_mask"] = 2 * (norm(rounded) + norm(row))
     return found
 
 

@@ -17,7 +17,7 @@ import pytest
 from cudnn_mha import config, doctor, driver_stub
 from cudnn_mha.doctor import Facts, Finding, Gpu, Library, Versions
 
-KNOWN = ("TORCH_CUDNN_MHA_DISABLED", "TORCH_CUDNN_MHA_ENABLED")
+KNOWN = ("TORCH_CUDNN_MHA_CACHE_SIZE", "TORCH_CUDNN_MHA_DISABLED")
 SITE = "/env/lib/python3.12/site-packages"
 CUDNN = f"{SITE}/nvidia/cudnn/lib"
 CUDA = f"{SITE}/nvidia/cu13/lib"
@@ -50,9 +50,7 @@ HEALTHY = Facts(
 )
 
 REINSTALL_CUDNN = "pip install --force-reinstall --no-deps 'nvidia-cudnn-cu13==9.24.0.43'"
-REINSTALL_TORCH = (
-    "pip install --force-reinstall torch==2.14.1 --index-url https://download.pytorch.org/whl/cu130"
-)
+REINSTALL_TORCH = "pip install --force-reinstall torch==2.14.1"
 
 
 def facts(**changes: Any) -> Facts:
@@ -318,11 +316,19 @@ def test_not_switched_off(value: str) -> None:
     assert troubles(variables={"TORCH_CUDNN_MHA_DISABLED": value}) == []
 
 
-def test_switched_on_and_off() -> None:
-    found = trouble(variables={"TORCH_CUDNN_MHA_DISABLED": "1", "TORCH_CUDNN_MHA_ENABLED": "1"})
-    assert found.message == (
-        "TORCH_CUDNN_MHA_ENABLED and TORCH_CUDNN_MHA_DISABLED are both set; the latter wins"
-    )
+def test_a_value_that_means_nothing() -> None:
+    error = "ValueError: TORCH_CUDNN_MHA_CACHE_SIZE must be a whole number of at least 1, got 'x'"
+    found = trouble(errors={"settings": error})
+    assert found == Finding("fail", "switches", error, "mend or unset TORCH_CUDNN_MHA_CACHE_SIZE")
+
+
+def test_collect_parses_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDNN_MHA_WORKSPACE_LIMIT", "plenty")
+    report = doctor.collect()
+    assert report.failed
+    assert "must be a number of bytes" in report.facts.errors["settings"]
+    monkeypatch.undo()
+    config.reload()
 
 
 def test_torchs_switch_is_off() -> None:
@@ -338,8 +344,8 @@ def test_unknown_variable() -> None:
     assert found == Finding(
         "warn",
         "switches",
-        "TORCH_CUDNN_MHA_DISABLE means nothing; known are TORCH_CUDNN_MHA_DISABLED, "
-        "TORCH_CUDNN_MHA_ENABLED",
+        "TORCH_CUDNN_MHA_DISABLE means nothing; known are TORCH_CUDNN_MHA_CACHE_SIZE, "
+        "TORCH_CUDNN_MHA_DISABLED",
         "unset TORCH_CUDNN_MHA_DISABLE",
     )
 
@@ -389,18 +395,10 @@ def test_library_family(name: str, family: str) -> None:
     assert Library(f"/lib/{name}").family == family
 
 
-def test_minimums_are_those_that_loading_enforces() -> None:
-    pytest.importorskip("torch")
-    from cudnn_mha import runtime
-
-    assert doctor.MIN_FRONTEND == runtime.MIN_FRONTEND
-    assert doctor.MIN_CUDNN == runtime.MIN_CUDNN
-
-
 def test_collect_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setenv("TORCH_CUDNN_MHA_TYPO", "1")
-    report = doctor.collect(config.VARIABLES)
+    report = doctor.collect()
     found = json.loads(json.dumps(report.to_dict()))
 
     versions = found["facts"]["versions"]

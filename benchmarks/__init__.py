@@ -1,0 +1,1 @@
+"""`cudnn_sdpa` against what else computes attention in PyTorch: ``python -m benchmarks``."""

@@ -1,0 +1,235 @@
+"""Compiling for described GPUs: what a plan says of itself, refusals, the order of attempts."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cudnn_mha import devices, plan, runtime
+from cudnn_mha.graph_builder import operands
+from cudnn_mha.plan import Plan, Refused, compile_plan
+from cudnn_mha.spec import AttentionSpec
+from tests.support import BACKWARD, attention, planned, tensor
+
+H200 = devices.described("h200")
+BACKWARD_SPEC = attention(BACKWARD, lengths=(256, 256))
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Building a plan costs nothing and always works; the indices that were tried."""
+    tried: list[int] = []
+    kind = type(planned(attention(), H200))
+    monkeypatch.setattr(kind, "build_plan_at_index", lambda self, index: tried.append(index))
+    monkeypatch.setattr(kind, "get_workspace_size", lambda self: 256)
+    return tried
+
+
+def declining(
+    monkeypatch: pytest.MonkeyPatch, tried: list[int], count: int, error: Exception
+) -> None:
+    """The first ``count`` plans do not build."""
+    kind = type(planned(attention(), H200))
+
+    def build(self: Any, index: int) -> None:
+        tried.append(index)
+        if len(tried) <= count:
+            raise error
+
+    monkeypatch.setattr(kind, "build_plan_at_index", build)
+
+
+def names(spec: AttentionSpec) -> list[str]:
+    graph = planned(spec, H200)
+    return [graph.get_plan_name_at_index(i) for i in range(graph.get_execution_plan_count())]
+
+
+@pytest.mark.parametrize(
+    ("profile", "spec"),
+    [
+        ("h200", attention(causal=True, lse=True)),
+        ("b200", attention(causal=True, lse=True)),
+        ("a100-sxm-80gb", attention(BACKWARD, lengths=(200, 72))),
+    ],
+)
+def test_compiles_for_a_described_gpu(profile: str, spec: AttentionSpec) -> None:
+    device = devices.described(profile)
+    compiled = compile_plan(spec, device)
+    assert (compiled.spec, compiled.device) == (spec, device)
+    assert re.fullmatch(r"eng\d+_k\d+=.*", compiled.engine)
+    assert (compiled.workspace > 2**16) == spec.backward  # only the backward accumulates
+
+
+def test_workspace_limit_names_the_least_and_that_suffices() -> None:
+    with pytest.raises(Refused) as caught:
+        compile_plan(BACKWARD_SPEC, H200, workspace_limit=1)
+    reason = caught.value.reason
+    assert reason.rule == "workspace_limit"
+    found = re.search(
+        r"workspace_limit = 1 bytes, the least (\d+); raise the limit", reason.message
+    )
+    assert found
+    least = int(found[1])
+    assert least > 2**16
+    assert compile_plan(BACKWARD_SPEC, H200, workspace_limit=least).workspace == least
+    with pytest.raises(Refused, match=f"the least {least}"):
+        compile_plan(BACKWARD_SPEC, H200, workspace_limit=least - 1)
+
+
+def test_refusal_is_in_cudnn_s_words_on_one_line() -> None:
+    with pytest.raises(Refused) as caught:
+        compile_plan(attention(BACKWARD, dims=(512, 512)), H200)
+    reason = caught.value.reason
+    assert reason.rule == "cudnn"
+    assert reason.message.startswith("cuDNN: ")
+    assert "hidden_dim should be less than or equal to 256" in reason.message
+    assert reason.message == " ".join(reason.message.split())
+    assert str(caught.value) == str(reason)
+
+
+def test_plans_are_tried_in_order_until_one_builds(
+    monkeypatch: pytest.MonkeyPatch, uncompiled: list[int]
+) -> None:
+    unsupported = runtime.library().cudnnGraphNotSupportedError
+    declining(monkeypatch, uncompiled, 1, unsupported("not this\n  one"))
+    spec = attention(dims=(64, 64))
+    compiled = compile_plan(spec, H200)
+    assert uncompiled == [0, 1]
+    assert compiled.engine == names(spec)[1] != names(spec)[0]
+
+
+def test_a_plan_with_too_much_workspace_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, uncompiled: list[int]
+) -> None:
+    kind = type(planned(attention(), H200))
+    monkeypatch.setattr(kind, "get_workspace_size", lambda self: 1000 - len(uncompiled))
+    spec = attention(dims=(64, 64))
+    compiled = compile_plan(spec, H200, workspace_limit=998)
+    assert uncompiled == [0, 1]
+    assert (compiled.engine, compiled.workspace) == (names(spec)[1], 998)
+    with pytest.raises(Refused, match=f"the least {1000 - 2 - len(names(spec))}; raise"):
+        compile_plan(spec, H200, workspace_limit=0)
+
+
+def test_when_none_builds_every_reason_is_given(
+    monkeypatch: pytest.MonkeyPatch, uncompiled: list[int]
+) -> None:
+    unsupported = runtime.library().cudnnGraphNotSupportedError
+    declining(monkeypatch, uncompiled, 99, unsupported("NVRTC\n  failed"))
+    spec = attention(dims=(64, 64))
+    with pytest.raises(Refused) as caught:
+        compile_plan(spec, H200)
+    each = [f"{name}: cuDNN: NVRTC failed" for name in names(spec)]
+    assert len(each) > 1
+    message = f"no plan of cuDNN's builds: {'; '.join(each)}"
+    assert (caught.value.reason.rule, caught.value.reason.message) == ("cudnn", message)
+
+
+def test_other_exceptions_are_not_taken_for_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, uncompiled: list[int]
+) -> None:
+    declining(monkeypatch, uncompiled, 99, RuntimeError("driver lost"))
+    with pytest.raises(RuntimeError, match="driver lost"):
+        compile_plan(attention(), H200)
+    assert uncompiled == [0]
+
+    def broken(*_: object) -> None:
+        raise MemoryError("host memory")
+
+    monkeypatch.setattr(plan, "build_graph", broken)
+    with pytest.raises(MemoryError, match="host memory"):
+        compile_plan(attention(), H200)
+
+
+def test_engines_that_bring_their_own_compiler_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, uncompiled: list[int]
+) -> None:
+    graph = planned(attention(), H200)
+    foreign = SimpleNamespace(cpp_index=None)
+    monkeypatch.setattr(type(graph), "plans", [foreign, foreign])
+    with pytest.raises(Refused, match="no plan of cuDNN's builds: it proposed none"):
+        compile_plan(attention(), H200)
+    assert uncompiled == []
+
+
+def test_a_graph_with_other_operands_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, uncompiled: list[int]
+) -> None:
+    graph = planned(attention(), H200)
+    with pytest.raises(RuntimeError, match=r"takes operands \(1, 2, 3, 4\), expected"):
+        Plan(attention(lse=True), H200, graph, 0)
+    assert uncompiled == []
+
+
+class Machine:
+    """Stands in for device memory and the handle: remembers what a run did with them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.buffer = (ctypes.c_uint64 * 32)()
+        self.events: list[tuple[Any, ...]] = []
+        lease = SimpleNamespace(buffer=self.buffer, address=4096, backend=77)
+        monkeypatch.setattr(runtime, "lease", lambda index, stream: lease)
+        monkeypatch.setattr(runtime, "allocate", self.allocate)
+        monkeypatch.setattr(runtime, "free", lambda address: self.events.append(("free", address)))
+
+    def allocate(self, size: int, stream: int) -> int:
+        self.events.append(("allocate", size, stream))
+        return 9000
+
+    def execute(self, *arguments: Any) -> None:
+        self.events.append(("execute", *arguments))
+
+    def install(self, compiled: Plan, workspace: int) -> Plan:
+        compiled.device = dataclasses.replace(H200, index=0)
+        compiled.workspace = workspace
+        compiled._execute = self.execute
+        return compiled
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_run_hands_over_the_addresses_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    compiled = machine.install(compile_plan(attention(lse=True), H200), 0)
+    compiled.run([10, 20, 30, 40, 50], stream=5)
+    assert machine.events == [("execute", 4096, 5, 0, 77, 0)]
+    assert list(machine.buffer[:6]) == [10, 20, 30, 40, 50, 0]
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_run_puts_its_own_lengths_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    bias = tensor((2, 4, 128, 128))
+    spec = attention(BACKWARD, padding=True, bias=bias, grad_bias=bias, dropout_p=0.5)
+    compiled = machine.install(compile_plan(spec, H200), 128)
+    lengths = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    compiled._lengths = lengths
+    ids = list(operands(spec))
+    given = [1000 + uid for uid in ids if uid.name not in ("SEQ_LEN_Q", "SEQ_LEN_KV")]
+    compiled.run(given, stream=5)
+    own = {"SEQ_LEN_Q": lengths[0].data_ptr(), "SEQ_LEN_KV": lengths[1].data_ptr()}
+    assert list(machine.buffer[: len(ids)]) == [own.get(uid.name, 1000 + uid) for uid in ids]
+    assert machine.events == [
+        ("allocate", 128, 5),
+        ("execute", 4096, len(ids), 9000, 77, 0),
+        ("free", 9000),
+    ]
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_workspace_goes_back_when_a_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    compiled = machine.install(compile_plan(attention(), H200), 128)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("launch failed")
+
+    compiled._execute = fail
+    with pytest.raises(RuntimeError, match="launch failed"):
+        compiled.run([1, 2, 3, 4], stream=0)
+    assert machine.events == [("allocate", 128, 0), ("free", 9000)]
