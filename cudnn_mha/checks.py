@@ -215,6 +215,7 @@ def _layouts(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reas
                 "row_stride",
                 f"{name} must have strides that are multiples of {ALIGNMENT} bytes, got "
                 f"{tensor.stride} elements of {item} bytes",
+                Kind.WRONG,  # older frontends plan it all the same
             )
 
 
