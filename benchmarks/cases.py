@@ -9,6 +9,7 @@ Direction = Literal["forward", "backward", "both"]
 
 PEERS = {
     "ours": "cudnn_sdpa",
+    "dropin": "F.sdpa while cudnn_mha is enabled",
     "cudnn": "PyTorch's cuDNN",
     "fa2": "FlashAttention-2",
     "efficient": "memory-efficient",

@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import cudnn_mha
 from benchmarks.cases import Case, Direction, key_lengths
 from cudnn_mha import cudnn_sdpa
 
 BACKENDS = {
+    "dropin": SDPBackend.CUDNN_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "fa2": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -92,8 +94,12 @@ def _first(result: Any) -> Tensor:
 @contextlib.contextmanager
 def only(name: str, direction: Direction) -> Iterator[None]:
     """PyTorch's attention served by that peer's backend alone; gradients as the direction needs."""
-    backend = sdpa_kernel(BACKENDS[name]) if name in BACKENDS else contextlib.nullcontext()
-    with torch.set_grad_enabled(direction != "forward"), backend:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(direction != "forward"))
+        if name in BACKENDS:
+            stack.enter_context(sdpa_kernel(BACKENDS[name]))
+        if name == "dropin":
+            stack.enter_context(cudnn_mha.enabled(prefer=False))
         yield
 
 

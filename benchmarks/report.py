@@ -16,13 +16,22 @@ LATE = 0.2
 SHORT = {"forward": "fwd", "backward": "bwd", "both": "fwd+bwd"}
 COLOURS = {
     "ours": "#76b900",
+    "dropin": "#2a9d8f",
     "cudnn": "#1f4e9c",
     "fa2": "#d1495b",
     "efficient": "#8d8d8d",
     "frontend": "#f2a541",
     "fa4": "#7b3fa0",
 }
-MARKERS = {"ours": "D", "cudnn": "o", "fa2": "s", "efficient": "v", "frontend": "^", "fa4": "P"}
+MARKERS = {
+    "ours": "D",
+    "dropin": "d",
+    "cudnn": "o",
+    "fa2": "s",
+    "efficient": "v",
+    "frontend": "^",
+    "fa4": "P",
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,10 @@ def checks(rows: Iterable[Row]) -> list[Check]:
         if row.case.host or row.case.group == "dense":
             goal = 1.03 if not row.case.host else 1.2 if row.direction == "forward" else 1.1
             found.append(Check(name, row.direction, "ours / cudnn", slower, goal, False))
+        if row.case.host:
+            goal = 1.35 if row.direction == "forward" else 1.1
+            dropin = ratio(row, "dropin", "cudnn")
+            found.append(Check(name, row.direction, "dropin / cudnn", dropin, goal, False))
         if row.case.group == "dense" and row.case.dim == 128 and row.case.causal:
             found.append(Check(name, row.direction, "fa2 / ours", faster, 1.6, True))
     return found

@@ -10,11 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cudnn_mha.backend import Status, disable, enable, enabled, status
     from cudnn_mha.cache import CacheInfo, cache_clear, cache_info
     from cudnn_mha.checks import Reason
     from cudnn_mha.errors import CudnnSdpaUnsupportedError, CudnnUnavailableError
     from cudnn_mha.explanation import Explanation, explain
     from cudnn_mha.functional import cudnn_sdpa
+    from cudnn_mha.precompile import compile_ahead, load_plans, warmup
+    from cudnn_mha.recording import record
 
 _WHERE = {
     "CacheInfo": "cache",
@@ -22,10 +25,19 @@ _WHERE = {
     "CudnnUnavailableError": "errors",
     "Explanation": "explanation",
     "Reason": "checks",
+    "Status": "backend",
     "cache_clear": "cache",
     "cache_info": "cache",
+    "compile_ahead": "precompile",
     "cudnn_sdpa": "functional",
+    "disable": "backend",
+    "enable": "backend",
+    "enabled": "backend",
     "explain": "explanation",
+    "load_plans": "precompile",
+    "record": "recording",
+    "status": "backend",
+    "warmup": "precompile",
 }
 
 __all__ = [
@@ -34,11 +46,20 @@ __all__ = [
     "CudnnUnavailableError",
     "Explanation",
     "Reason",
+    "Status",
     "__version__",
     "cache_clear",
     "cache_info",
+    "compile_ahead",
     "cudnn_sdpa",
+    "disable",
+    "enable",
+    "enabled",
     "explain",
+    "load_plans",
+    "record",
+    "status",
+    "warmup",
 ]
 
 __version__ = "0.1.0"

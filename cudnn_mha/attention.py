@@ -28,17 +28,15 @@ def attend(decision: Decision, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         torch.OutOfMemoryError: the output or the workspace cannot be allocated.
     """
     query, key, value, bias, shift = inputs
-    # Drawn by PyTorch's generator on the device, so that `torch.manual_seed` reproduces it and
-    # every replay of a captured CUDA graph draws anew: (seed, offset) of cuDNN's own generator.
-    seed = None
+    seed = offset = None
     if decision.options.dropout_p:
-        seed = torch.randint(2**31, (2,), device=query.device)
+        seed, offset = draw(query.device)
     result: Any
     if decision.gradient:
-        result = _apply(query, key, value, bias, seed, decision)
+        result = _apply(query, key, value, bias, seed, offset, decision)
         output, lse = result if decision.options.return_lse else (result, None)
     else:
-        output, lse = forward(decision, query, key, value, bias, seed)
+        output, lse = forward(decision, query, key, value, bias, seed, offset)
     if not decision.as_is:
         output = output[..., : decision.outline.dim_v]
         if decision.outline.ndim == 3:
@@ -51,6 +49,16 @@ def attend(decision: Decision, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     return output, lse[0] if decision.outline.ndim == 3 else lse
 
 
+def draw(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Seed and offset of cuDNN's generator of dropout masks, 0-d int64.
+
+    Drawn by PyTorch's generator on the device, so that `torch.manual_seed` reproduces them and
+    every replay of a captured CUDA graph draws anew.
+    """
+    seed, offset = torch.randint(2**31, (2,), device=device).unbind()
+    return seed, offset
+
+
 def forward(
     decision: Decision,
     query: Tensor,
@@ -58,13 +66,14 @@ def forward(
     value: Tensor,
     bias: Tensor | None = None,
     seed: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Output, and log-sum-exp where the spec has it, of prepared tensors."""
     plan: Plan = decision.forward.plan  # type: ignore[union-attr,assignment]
     if decision.like_query:
         output = torch.empty_like(query)  # the cheapest way to allocate
     else:
-        output = _empty(plan.spec.output, query)
+        output = query.new_empty_strided(plan.spec.output.shape, decision.output_stride)
     addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()]
     if decision.bare:
         _run(plan, addresses)
@@ -73,19 +82,9 @@ def forward(
     if plan.spec.lse:
         lse = torch.empty((*output.shape[:3], 1), dtype=torch.float32, device=query.device)
         addresses.append(lse.data_ptr())
-    addresses += _optional(bias, seed)
+    addresses += [t.data_ptr() for t in (bias, seed, offset) if t is not None]
     _run(plan, addresses)
     return output, lse
-
-
-def _optional(bias: Tensor | None, seed: Tensor | None) -> list[int]:
-    """Addresses of the bias, the dropout's seed and its offset, where there are any."""
-    addresses = []
-    if bias is not None:
-        addresses.append(bias.data_ptr())
-    if seed is not None:
-        addresses += (seed.data_ptr(), seed.data_ptr() + seed.element_size())
-    return addresses
 
 
 def _run(plan: Plan, addresses: list[int]) -> None:
@@ -116,14 +115,11 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         bias: Tensor | None,
         seed: Tensor | None,
+        offset: Tensor | None,
         decision: Decision,
     ) -> Any:
-        output, lse = forward(decision, query, key, value, bias, seed)
-        stashed = lse
-        if bias is not None and lse is not None:
-            # Weights exp(score - lse) of a row without keys: exp(-inf), not exp(-inf + inf).
-            stashed = lse.masked_fill(lse == -math.inf, math.inf)
-        ctx.save_for_backward(query, key, value, bias, output, stashed, seed)
+        output, lse = forward(decision, query, key, value, bias, seed, offset)
+        ctx.save_for_backward(query, key, value, bias, output, lse, seed, offset)
         ctx.decision = decision
         if not decision.options.return_lse:
             return output
@@ -140,17 +136,17 @@ class _Attention(torch.autograd.Function):
             )
         saved = ctx.saved_tensors
         try:
-            gradients = _backward(ctx.decision, grad_output, *saved)
+            gradients = backward(ctx.decision, grad_output, *saved)
         except torch.OutOfMemoryError as error:
             gradients = _recompute(ctx.decision, grad_output, *saved, error=error)
-        return (*gradients, None, None)
+        return (*gradients, None, None, None)
 
 
 # `Function.apply` without its look at functorch's transforms, which the caller has excluded.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-def _backward(
+def backward(
     decision: Decision,
     grad_output: Tensor,
     query: Tensor,
@@ -160,8 +156,12 @@ def _backward(
     output: Tensor,
     lse: Tensor,
     seed: Tensor | None,
+    offset: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and bias; None where the bias has none."""
+    """Gradients of query, key, value and bias of prepared tensors; None where the bias has none."""
+    if bias is not None:
+        # Weights exp(score - lse) of a row without keys: exp(-inf), not exp(-inf + inf).
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
     plan, grad_output = decision.backward_plan(grad_output)
     spec = plan.spec
     if decision.like_inputs:
@@ -177,7 +177,7 @@ def _backward(
         grad_bias = _empty(spec.grad_bias, query)
         operands.append(grad_bias)
     addresses = [t.data_ptr() for t in operands]
-    addresses[5:5] = _optional(bias, seed)
+    addresses[5:5] = [t.data_ptr() for t in (bias, seed, offset) if t is not None]
     _run(plan, addresses)
     if grad_bias is not None and bias is not None:
         grad_bias = grad_bias.to(bias.dtype)
@@ -194,11 +194,12 @@ def _recompute(
     output: Tensor,
     lse: Tensor,
     seed: Tensor | None,
+    offset: Tensor | None,
     *,
     error: torch.OutOfMemoryError,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients by PyTorch, for want of memory for cuDNN's workspace."""
-    del output, lse
+    del output, lse, offset
     assert decision.spec is not None
     message = f"no memory for the backward's workspace: {error}"
     reason = Reason("workspace", message, Kind.UNAVAILABLE)

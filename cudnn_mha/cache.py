@@ -2,11 +2,16 @@
 
 Least recently used plans go first once the bound is reached. A refusal by cuDNN is an entry like
 a plan, so nothing is tried twice. Only one thread builds a key at a time; the others wait for it,
-while other keys are served and built.
+while other keys are served and built. Behind it are folders of plans that other processes left;
+see `cudnn_mha.store`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -15,19 +20,11 @@ from typing import NamedTuple
 from cudnn_mha import config, runtime
 from cudnn_mha.checks import Reason
 from cudnn_mha.devices import Device
-from cudnn_mha.plan import Plan, Refused, compile_plan
+from cudnn_mha.plan import Plan, Refused, compile_plan, load_plan
 from cudnn_mha.spec import AttentionSpec
+from cudnn_mha.store import Entry, PlanKey, Store
 
-
-class PlanKey(NamedTuple):
-    """Everything that a compiled plan depends on."""
-
-    spec: AttentionSpec
-    device: Device
-    workspace_limit: int | None
-    cudnn_version: int
-    frontend_version: str
-    environment: tuple[str, ...]
+logger = logging.getLogger("cudnn_mha")
 
 
 class CacheInfo(NamedTuple):
@@ -37,9 +34,10 @@ class CacheInfo(NamedTuple):
         hits: lookups answered by a plan or a remembered refusal.
         misses: lookups that were not.
         builds: plans compiled.
+        loads: plans and refusals taken from disk.
         refusals: keys that cuDNN refused.
         evictions: entries dropped to keep the bound.
-        build_seconds: time spent on plans and refusals.
+        build_seconds: time spent on compiling plans and finding refusals.
         maxsize: the bound on entries.
         currsize: entries now.
     """
@@ -47,6 +45,7 @@ class CacheInfo(NamedTuple):
     hits: int
     misses: int
     builds: int
+    loads: int
     refusals: int
     evictions: int
     build_seconds: float
@@ -79,19 +78,35 @@ class _Turn:
         self.threads = 0
 
 
+def _load_nothing(key: PlanKey) -> Slot | None:
+    return None
+
+
+def _save_nothing(key: PlanKey, slot: Slot) -> None:
+    pass
+
+
 class PlanCache:
     """A bounded map from `PlanKey` to `Slot`.
 
     Args:
         maxsize: bound on entries; None takes the environment's.
         build: makes the plan of ``(spec, device, workspace_limit)`` or raises `Refused`.
+        load: finds what another process made of a key, or None.
+        save: keeps for other processes what `build` made.
     """
 
     def __init__(
-        self, maxsize: int | None = None, build: Callable[..., Plan] = compile_plan
+        self,
+        maxsize: int | None = None,
+        build: Callable[..., Plan] = compile_plan,
+        load: Callable[[PlanKey], Slot | None] = _load_nothing,
+        save: Callable[[PlanKey, Slot], None] = _save_nothing,
     ) -> None:
         self._maxsize = maxsize
         self._build = build
+        self._load = load
+        self._save = save
         self._lock = threading.Lock()
         self._slots: dict[PlanKey, Slot] = {}
         self._turns: dict[PlanKey, _Turn] = {}
@@ -100,7 +115,8 @@ class PlanCache:
         self._reset()
 
     def _reset(self) -> None:
-        self._hits = self._misses = self._builds = self._refusals = self._evictions = 0
+        self._hits = self._misses = self._builds = self._loads = 0
+        self._refusals = self._evictions = 0
         self._build_seconds = 0.0
 
     @property
@@ -125,10 +141,19 @@ class PlanCache:
         return slot
 
     def get_or_build(self, key: PlanKey) -> Slot:
-        """The slot of ``key``, built if it is not there.
+        """The slot of ``key``, loaded or else built if it is not there.
 
         Whatever is not cuDNN's refusal, such as a broken library, is raised and not remembered.
         """
+        slot = self._get_or_fill(key, build=True)
+        assert slot is not None
+        return slot
+
+    def get_or_load(self, key: PlanKey) -> Slot | None:
+        """The slot of ``key``, loaded if it is not there; None where it would have to be built."""
+        return self._get_or_fill(key, build=False)
+
+    def _get_or_fill(self, key: PlanKey, *, build: bool) -> Slot | None:
         slot = self.get(key)
         if slot is not None:
             return slot
@@ -139,24 +164,24 @@ class PlanCache:
             with turn.lock:
                 with self._lock:
                     slot = self._slots.get(key)
-                return slot or self._fill(key)
+                return slot or self._fill(key, build)
         finally:
             with self._lock:
                 turn.threads -= 1
                 if not turn.threads:
                     del self._turns[key]
 
-    def _fill(self, key: PlanKey) -> Slot:
-        start = time.perf_counter()
-        try:
-            slot = Slot(self._build(key.spec, key.device, key.workspace_limit))
-        except Refused as refused:
-            slot = Slot(None, refused.reason)
-        finally:
-            with self._lock:
-                self._build_seconds += time.perf_counter() - start
+    def _fill(self, key: PlanKey, build: bool) -> Slot | None:
+        slot = self._load(key)
+        loaded = slot is not None
+        if slot is None and not build:
+            return None
+        if slot is None:
+            slot = self._compile(key)
+            self._save(key, slot)
         with self._lock:
-            self._builds += slot.plan is not None
+            self._loads += loaded
+            self._builds += slot.plan is not None and not loaded
             self._refusals += slot.plan is None
             self._clock += 1
             slot.used = self._clock
@@ -166,8 +191,18 @@ class PlanCache:
                 del self._slots[min(self._slots, key=lambda k: self._slots[k].used)]
                 self._evictions += 1
         if surplus > 0:
-            self._notify()
+            self.forget_kept()
         return slot
+
+    def _compile(self, key: PlanKey) -> Slot:
+        start = time.perf_counter()
+        try:
+            return Slot(self._build(key.spec, key.device, key.workspace_limit))
+        except Refused as refused:
+            return Slot(None, refused.reason)
+        finally:
+            with self._lock:
+                self._build_seconds += time.perf_counter() - start
 
     def __contains__(self, key: object) -> bool:
         with self._lock:
@@ -177,7 +212,8 @@ class PlanCache:
         """Calls ``listener`` whenever slots are dropped, so that it lets go of them too."""
         self._listeners.append(listener)
 
-    def _notify(self) -> None:
+    def forget_kept(self) -> None:
+        """Makes callers that kept slots look them up again."""
         for listener in self._listeners:
             listener()
 
@@ -188,6 +224,7 @@ class PlanCache:
                 self._hits,
                 self._misses,
                 self._builds,
+                self._loads,
                 self._refusals,
                 self._evictions,
                 self._build_seconds,
@@ -200,10 +237,131 @@ class PlanCache:
         with self._lock:
             self._slots.clear()
             self._reset()
-        self._notify()
+        self.forget_kept()
 
 
-plans = PlanCache()
+@functools.lru_cache(maxsize=8)
+def _stores(settings: config.Settings) -> tuple[Store, ...]:
+    for folder in settings.plans:
+        if not folder.is_dir():
+            logger.warning("%s names %s, which is no folder", config.PLANS, folder)
+    ahead = [Store(folder, read_only=True) for folder in settings.plans]
+    if settings.cache_dir is None:
+        return tuple(ahead)
+    return (*ahead, Store(settings.cache_dir, settings.cache_bytes))
+
+
+_loaded: list[Store] = []
+
+
+def stores() -> tuple[Store, ...]:
+    """Where plans of other processes are looked for, in this order; the last may be written."""
+    return (*_loaded, *_stores(config.settings()))
+
+
+def add_store(store: Store) -> None:
+    """Looks for plans in one more folder, before the others."""
+    if store.folder not in (known.folder for known in _loaded):
+        _loaded.insert(0, store)
+
+
+def _load(key: PlanKey) -> Slot | None:
+    name = key.to_dict()
+    for store in stores():
+        entry = store.load(name)
+        if entry is None:
+            continue
+        if entry.refusal is not None:
+            return Slot(None, entry.refusal)
+        try:
+            return Slot(load_plan(key.spec, key.device, str(entry.engine), entry.blob))
+        except Exception as error:  # native code of others: whatever is wrong with it, we compile
+            store.discard(name, f"cuDNN cannot load it: {' '.join(str(error).split())}")
+    return None
+
+
+def _save(key: PlanKey, slot: Slot) -> None:
+    for store in stores():
+        if store.read_only:
+            continue
+        try:
+            entry = stored(key, slot)
+        except Exception as error:  # the plan works all the same
+            logger.warning("a plan cannot be kept: %s", " ".join(str(error).split()))
+            return
+        store.save(entry)
+
+
+class _Background:
+    """Compiles on threads of its own what callers will not wait for."""
+
+    THREADS = 2
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[PlanKey | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._wanted: set[PlanKey] = set()
+        self._errors: dict[PlanKey, Exception] = {}
+
+    def want(self, key: PlanKey) -> None:
+        """Has the key built, once.
+
+        Raises:
+            Exception: what went wrong when it was tried before; the next call tries again.
+        """
+        with self._lock:
+            error = self._errors.pop(key, None)
+            if error is not None:
+                raise error
+            if key in self._wanted:
+                return
+            self._wanted.add(key)
+            self._queue.put(key)
+            if len(self._threads) < self.THREADS:
+                # Daemons: the interpreter would wait for others before it asks us to stop.
+                thread = threading.Thread(target=self._work, name="cudnn_mha build", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _work(self) -> None:
+        while (key := self._queue.get()) is not None:
+            error = None
+            try:
+                plans.get_or_build(key)
+            except Exception as raised:
+                error = raised
+            with self._lock:
+                self._wanted.discard(key)
+                if error is not None:
+                    self._errors[key] = error
+
+    def stop(self) -> None:
+        """Waits for what is being built and drops the rest."""
+        with self._lock:
+            threads, self._threads = self._threads, []
+            with contextlib.suppress(queue.Empty):
+                while (key := self._queue.get_nowait()) is not None:
+                    self._wanted.discard(key)
+            for _ in threads:
+                self._queue.put(None)
+        for thread in threads:
+            thread.join()
+
+
+background = _Background()
+runtime.on_exit(background.stop)
+
+
+def stored(key: PlanKey, slot: Slot) -> Entry:
+    """A slot as a file has it."""
+    if slot.plan is None:
+        return Entry(key.to_dict(), refusal=slot.refusal)
+    plan = slot.plan
+    return Entry(key.to_dict(), plan.engine, plan.workspace, None, plan.to_bytes())
+
+
+plans = PlanCache(load=_load, save=_save)
 """The cache of this process."""
 
 runtime.on_exit(plans.cache_clear)
@@ -221,7 +379,7 @@ def plan_key(spec: AttentionSpec, device: Device, workspace_limit: int | None) -
         workspace_limit,
         runtime.cudnn_version(),
         runtime.frontend_version(),
-        config.plan_environment(),
+        runtime.plan_environment(),
     )
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 MIN_FRONTEND = (1, 28)
 """The oldest nvidia-cudnn-frontend that the tests run on."""
@@ -17,17 +19,43 @@ MIN_FRONTEND = (1, 28)
 MIN_CUDNN = 91900
 """The oldest cuDNN that the tests run on, as cuDNN counts: 9.19.0."""
 
+ENABLED = "TORCH_CUDNN_MHA_ENABLED"
 DISABLED = "TORCH_CUDNN_MHA_DISABLED"
 WORKSPACE_LIMIT = "TORCH_CUDNN_MHA_WORKSPACE_LIMIT"
 CACHE_SIZE = "TORCH_CUDNN_MHA_CACHE_SIZE"
+CACHE_DIR = "TORCH_CUDNN_MHA_CACHE_DIR"
+CACHE_BYTES = "TORCH_CUDNN_MHA_CACHE_BYTES"
+PLANS = "TORCH_CUDNN_MHA_PLANS"
+RECORD = "TORCH_CUDNN_MHA_RECORD"
+BUILD = "TORCH_CUDNN_MHA_BUILD"
+
+BUILD_MODES = ("now", "background", "never")
 
 VARIABLES = {
+    ENABLED: (
+        "1 serves PyTorch's own cuDNN attention from this package's plans, from `import torch` on, "
+        "and makes cuDNN the preferred backend; 0 or unset does not."
+    ),
     DISABLED: "1 keeps cuDNN out of every call; 0 or unset does not. Wins over everything else.",
     WORKSPACE_LIMIT: (
         "Most device memory that one call may use as workspace: bytes, or a number with a unit "
         "such as 64MiB. Plans that need more are not used. Unset: no limit."
     ),
     CACHE_SIZE: "How many compiled plans are kept in memory (default 1024).",
+    CACHE_DIR: (
+        "Folder in which compiled plans outlive the process; off keeps none. Default: cudnn_mha in "
+        "the user's cache folder."
+    ),
+    CACHE_BYTES: "Most bytes in that folder (default 1GiB); least recently used plans go first.",
+    PLANS: "Folders of plans compiled ahead of time, separated as in PATH; they are only read.",
+    RECORD: (
+        "File to which every distinct call is written, one line of JSON each; for a folder, a "
+        "file of its own for each process."
+    ),
+    BUILD: (
+        "When a plan that is not there yet is compiled: now (default), background (PyTorch "
+        "computes until it is there) or never."
+    ),
 }
 
 # Read by cuDNN's frontend while it expands a graph, so a plan depends on it.
@@ -41,9 +69,19 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
 class Settings:
     """The values in force."""
 
+    enabled: bool
     disabled: bool
     workspace_limit: int | None
     cache_size: int
+    cache_dir: Path | None
+    cache_bytes: int | None
+    plans: tuple[Path, ...]
+    record: str | None
+    build: str
+
+
+current: Settings | None = None
+"""What `settings` last found, for code that compilers trace: they look into no cache."""
 
 
 @functools.cache
@@ -53,11 +91,19 @@ def settings() -> Settings:
     Raises:
         ValueError: a variable has a value that means nothing; the message names it.
     """
-    return Settings(
+    global current
+    current = Settings(
+        enabled=_flag(ENABLED),
         disabled=_flag(DISABLED),
         workspace_limit=parse_bytes(os.environ.get(WORKSPACE_LIMIT) or None, WORKSPACE_LIMIT),
         cache_size=_count(CACHE_SIZE, 1024),
+        cache_dir=_cache_dir(),
+        cache_bytes=parse_bytes(os.environ.get(CACHE_BYTES) or "1GiB", CACHE_BYTES),
+        plans=tuple(Path(p) for p in os.environ.get(PLANS, "").split(os.pathsep) if p),
+        record=os.environ.get(RECORD) or None,
+        build=_one_of(BUILD, BUILD_MODES),
     )
+    return current
 
 
 def reload() -> Settings:
@@ -107,6 +153,24 @@ def _flag(name: str) -> bool:
     if value in ("1", "true", "yes", "on"):
         return True
     raise ValueError(f"{name} must be 0 or 1, got {os.environ[name]!r}")
+
+
+def _cache_dir() -> Path | None:
+    value = os.environ.get(CACHE_DIR, "").strip()
+    if value.lower() in ("off", "0", "none"):
+        return None
+    if value:
+        return Path(value).expanduser()
+    import platformdirs
+
+    return platformdirs.user_cache_path("cudnn_mha")
+
+
+def _one_of(name: str, allowed: Sequence[str]) -> str:
+    value = os.environ.get(name, "").strip().lower() or allowed[0]
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {os.environ[name]!r}")
+    return value
 
 
 def _count(name: str, default: int) -> int:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cudnn_mha import checks, config, devices, reference, runtime
-from cudnn_mha.cache import Slot, plan_key, plans
+from cudnn_mha import checks, config, devices, recording, reference, runtime
+from cudnn_mha.cache import Slot, background, plan_key, plans
 from cudnn_mha.checks import Kind, Reason
 from cudnn_mha.devices import Device
 from cudnn_mha.errors import CudnnSdpaUnsupportedError, CudnnUnavailableError
@@ -27,16 +27,21 @@ from cudnn_mha.inputs import (
     Outline,
     addressable,
     backward_spec,
+    empty_output,
     forward_spec,
     is_half,
     layout_of,
     outline,
     prepare,
+    without_data,
 )
 from cudnn_mha.plan import Plan
 from cudnn_mha.spec import AttentionSpec, TensorSpec
 
 logger = logging.getLogger("cudnn_mha")
+
+PASSING = {"capture", "compiling"}
+"""Rules that may not hold the next time, so that a decision with them is not kept."""
 
 SPLITTABLE = {"launch_grid", "index_overflow"}
 """Rules that a call escapes when it is computed in parts."""
@@ -52,13 +57,17 @@ class Decision:
         device: the GPU, or None for a call that is not cuDNN's at all.
         forward: the slot of the forward plan, where cuDNN serves the call.
         spec: the forward spec, where one could be made.
-        backward: slots of the backward plans by the strides of the output's gradient.
+        backward: slots of the backward plans by the strides of the output's gradient; None where
+            such a gradient has to be copied.
         bias_gradient: the mask's gradient is wanted.
         reasons: why cuDNN does not serve the call; empty where it does.
         as_is: the caller's tensors are what cuDNN reads.
         gradient: some gradient will be wanted.
-        like_query: the output has the layout of the query.
-        like_inputs: the gradients of query, key and value have the layouts of these.
+        output_stride: strides of the output that cuDNN writes.
+        like_query: that is what ``empty_like(query)`` has.
+        like_inputs: the gradients of query, key and value are what ``empty_like`` of these gives.
+        result_stride: strides of the output that an operator owes its caller.
+        direct: an operator's output is what cuDNN writes.
         bare: served, and nothing but query, key and value goes in and the output comes out.
     """
 
@@ -67,13 +76,16 @@ class Decision:
     device: Device | None = None
     forward: Slot | None = None
     spec: AttentionSpec | None = None
-    backward: dict[tuple[int, ...], Slot] = field(default_factory=dict)
+    backward: dict[tuple[int, ...], Slot | None] = field(default_factory=dict)
     bias_gradient: bool = False
     reasons: tuple[Reason, ...] = ()
     as_is: bool = False
     gradient: bool = False
+    output_stride: tuple[int, ...] = ()
     like_query: bool = False
     like_inputs: bool = False
+    result_stride: tuple[int, ...] = ()
+    direct: bool = False
     bare: bool = False
 
     @property
@@ -86,25 +98,26 @@ class Decision:
         A gradient in a layout of its own gets a plan of its own; one that cuDNN cannot address,
         such as the all-zero strides that ``sum().backward()`` gives, is copied.
         """
+        stride = grad_output.stride()
         slot = None
         if grad_output.data_ptr() % checks.ALIGNMENT == 0:
-            slot = self.backward.get(grad_output.stride())
+            slot = self.backward.get(stride)
         if slot is not None:
             plans.touch(slot)
             return slot.plan, grad_output  # type: ignore[return-value]
         assert self.spec is not None and self.device is not None
-        if addressable(grad_output):
+        if stride not in self.backward and addressable(grad_output):
             spec = self.backward_spec(layout_of(grad_output))
-            slot, _ = find_plan(spec, self.device, self.options.workspace_limit)
-            if slot is not None:
-                self.backward[grad_output.stride()] = slot
+            slot, reasons = find_plan(spec, self.device, self.options.workspace_limit)
+            if PASSING.isdisjoint(reason.rule for reason in reasons):
+                self.backward[stride] = slot
         if slot is None:
             layout = self.spec.output
             copy = grad_output.new_empty_strided(layout.shape, layout.stride)
             grad_output = copy.copy_(grad_output)
             slot = self.backward[layout.stride]
+        assert slot is not None and slot.plan is not None
         plans.touch(slot)
-        assert slot.plan is not None
         return slot.plan, grad_output
 
     def backward_spec(self, grad_output: TensorSpec) -> AttentionSpec:
@@ -126,7 +139,10 @@ def decide(
     options: Options,
     *,
     gradient: bool,
+    bias_gradient: bool | None = None,
     device: Device | None = None,
+    chosen: bool = False,
+    output: Tensor | None = None,
 ) -> Decision:
     """How a valid call is computed.
 
@@ -134,14 +150,17 @@ def decide(
         query, key, value, mask: the caller's tensors; on ``meta`` with ``device`` given.
         options: the caller's other arguments.
         gradient: some gradient will be wanted.
+        bias_gradient: that of the mask too; None asks the mask.
         device: the GPU to decide for; None takes that of the tensors.
+        chosen: cuDNN was chosen already, so PyTorch's switches for its backends do not matter.
+        output: a tensor with the layout that the output should have; None takes ours.
     """
     decision = Decision(options, outline(query, value, options), gradient=gradient)
     if device is None and query.is_cuda:
         device = devices.cuda(query.device.index)
     decision.device = device
     # What the user set says nothing about a GPU that is not here.
-    reasons = [] if device and device.described else _policy()
+    reasons = [] if device and device.described else _policy(chosen)
     if device is None:
         reasons.append(not_on_cuda(query))
     if query.dim() not in (3, 4):
@@ -164,12 +183,34 @@ def decide(
     assert device is not None
     inputs = prepare(query, key, value, mask, options)
     decision.as_is = all(a is b for a, b in zip(inputs, (query, key, value, None), strict=False))
-    decision.bias_gradient = bool(gradient and inputs.bias is not None and mask.requires_grad)  # type: ignore[union-attr]
+    if bias_gradient is None:
+        bias_gradient = mask is not None and mask.requires_grad
+    decision.bias_gradient = bias_gradient and gradient
     lse = gradient or options.return_lse
-    decision.spec = forward_spec(inputs, options, decision.outline.scale, lse=lse)
+    wish = None
+    if decision.as_is and decision.outline.ndim == 4:
+        wish = empty_output(without_data(query), value.shape[-1]) if output is None else output
+        if not addressable(wish):
+            wish = None
+    decision.spec = forward_spec(
+        inputs,
+        options,
+        decision.outline.scale,
+        lse=lse,
+        output=None if wish is None else layout_of(wish),
+    )
+    decision.output_stride = decision.spec.output.stride if wish is None else wish.stride()
+    decision.like_query = query.shape == decision.spec.output.shape and (
+        torch.empty_like(without_data(query)).stride() == decision.output_stride
+    )
     wanted = [checks.remedied(decision.spec, device)]
     if gradient:
         wanted.append(decision.backward_spec(decision.spec.output))
+        grads = (wanted[1].grad_query, wanted[1].grad_key, wanted[1].grad_value)
+        raw = (query, key, value)
+        decision.like_inputs = decision.as_is and grads == tuple(
+            layout_of(torch.empty_like(without_data(t))) for t in raw
+        )
     try:
         version = runtime.cudnn_version()
     except CudnnUnavailableError as error:
@@ -203,28 +244,39 @@ def _find_plans(decision: Decision, wanted: list[AttentionSpec]) -> None:
         return
     decision.forward = slots[0]
     spec = slots[0].plan.spec  # type: ignore[union-attr]
-    decision.like_query = spec.output == spec.query
     decision.bare = decision.as_is and not (decision.gradient or spec.lse or spec.dropout_p)
     if decision.gradient:
         assert decision.spec is not None
         decision.backward[decision.spec.output.stride] = slots[1]
-        decision.like_inputs = decision.as_is and (
-            (decision.spec.query, decision.spec.key, decision.spec.value)
-            == (wanted[1].grad_query, wanted[1].grad_key, wanted[1].grad_value)
-        )
 
 
 def find_plan(
     spec: AttentionSpec, device: Device, workspace_limit: int | None
 ) -> tuple[Slot | None, tuple[Reason, ...]]:
     """The slot with the plan of ``spec``, built if need be, or the reasons why there is none."""
+    recording.note(spec)
     key = plan_key(spec, device, workspace_limit)
     if not device.described and key not in plans and torch.cuda.is_current_stream_capturing():
-        # Building a plan allocates and synchronizes, which a capture does not survive.
-        message = "no plan is there yet, and none can be built while a CUDA graph is captured; "
+        # Loading and building allocate and synchronize, which a capture does not survive.
+        message = "no plan is there yet, and none can be made while a CUDA graph is captured; "
         message += "run the call once before the capture"
         return None, (Reason("capture", message, Kind.UNAVAILABLE),)
-    slot = plans.get_or_build(key)
+    mode = config.settings().build
+    if mode == "background" and spec.dropout_p:
+        mode = "now"  # a backward on the plan would drop other weights than PyTorch's forward did
+    if device.described or mode == "now":
+        slot = plans.get_or_build(key)
+    else:
+        found = plans.get_or_load(key)
+        if found is None and mode == "never":
+            message = f"no plan is there, and {config.BUILD}=never compiles none; compile it ahead "
+            message += "of time with `cudnn-mha compile`"
+            return None, (Reason("not_compiled", message, Kind.UNAVAILABLE),)
+        if found is None:
+            background.want(key)
+            message = f"its plan is being compiled, since {config.BUILD}=background"
+            return None, (Reason("compiling", message, Kind.UNAVAILABLE),)
+        slot = found
     if slot.refusal is not None:
         return None, (slot.refusal,)
     return slot, ()
@@ -234,12 +286,12 @@ def _distinct(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
     return tuple(dict.fromkeys(reasons))
 
 
-def _policy() -> list[Reason]:
-    """What the user said about cuDNN."""
+def _policy(chosen: bool) -> list[Reason]:
+    """What the user said about cuDNN; of its switches only ours where PyTorch chose it."""
     reasons = []
     if config.settings().disabled:
         reasons.append(Reason("disabled", f"{config.DISABLED}=1 is set", Kind.POLICY))
-    if not cudnn_allowed():
+    if not chosen and not cudnn_allowed():
         reasons.append(
             Reason(
                 "sdp_backend",
@@ -292,7 +344,7 @@ def fall_back(
     if stuck or not decision.options.fallback:
         raise CudnnSdpaUnsupportedError(name, reasons)
     if query.is_cuda:
-        _log_once(name, reasons)
+        log_fallback(name, reasons)
     return compute(query, key, value, mask, decision.options, gradient=decision.gradient)
 
 
@@ -321,7 +373,8 @@ def compute(
         return output, lse.detach().float() if o.return_lse else None
     if mask is not None and mask.dim() < 2:
         mask = mask.expand(1, *(mask.shape or (1,)))
-    if not query.is_cuda or torch._C._are_functorch_transforms_active():
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if not query.is_cuda or traced:
         return _sdpa(query, key, value, mask, o), None
     choice = torch._fused_sdp_choice(
         query, key, value, mask, o.dropout_p, o.is_causal, scale=o.scale, enable_gqa=o.enable_gqa
@@ -374,7 +427,7 @@ def _describe(
 _logged: set[tuple[str, ...]] = set()
 
 
-def _log_once(name: str, reasons: tuple[Reason, ...]) -> None:
+def log_fallback(name: str, reasons: tuple[Reason, ...]) -> None:
     """Says once for each distinct cause that PyTorch computes instead."""
     cause = tuple(reason.rule for reason in reasons)
     if cause in _logged:

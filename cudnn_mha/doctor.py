@@ -20,10 +20,13 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from cudnn_mha import __version__, config, driver_stub
 from cudnn_mha.config import MIN_CUDNN, MIN_FRONTEND, version_text
+
+if TYPE_CHECKING:
+    from cudnn_mha.backend import Status
 
 MIN_SM = 80
 
@@ -126,6 +129,7 @@ class Facts:
         gpus: the GPUs that torch can use.
         variables: the environment variables that matter here.
         sdp_enabled: torch's own switch for cuDNN attention.
+        drop_in: who serves torch's cuDNN attention in a process started like this one, and why.
         errors: the probes that failed, with the reason.
     """
 
@@ -137,6 +141,7 @@ class Facts:
     gpus: tuple[Gpu, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
     sdp_enabled: bool | None = None
+    drop_in: Status | None = None
     errors: dict[str, str] = field(default_factory=dict)
 
 
@@ -219,8 +224,16 @@ def _facts() -> Facts:
         },
         sdp_enabled=torch
         and probe("torch's switch", lambda: torch.backends.cuda.cudnn_sdp_enabled()),
+        drop_in=torch and probe("drop-in", _drop_in),
         errors=probe.errors,
     )
+
+
+def _drop_in() -> Status:
+    # Needs a torch that works, which this module does not.
+    from cudnn_mha import backend
+
+    return backend.status()
 
 
 def _cudnn_distributions() -> dict[str, str]:
@@ -330,6 +343,7 @@ def findings(facts: Facts, known_variables: Collection[str] = config.VARIABLES) 
         *_judge_libraries(facts),
         *_judge_gpus(facts),
         *_judge_switches(facts, known_variables),
+        *_judge_drop_in(facts),
     ]
 
 
@@ -508,6 +522,37 @@ def _wrong_switches(facts: Facts, known_variables: Collection[str]) -> Iterator[
         if name.startswith(_OUR_PREFIX) and name not in known_variables:
             message = f"{name} means nothing; known are {', '.join(sorted(known_variables))}"
             yield Finding("warn", "switches", message, f"unset {name}")
+
+
+def _judge_drop_in(facts: Facts) -> Iterator[Finding]:
+    state = facts.drop_in
+    if state is None:
+        return
+    served = f"torch's cuDNN attention is served by {state.provider}"
+    text = f"{'on' if state.enabled else 'off'} ({state.why}): {served}"
+    if state.provider not in ("cudnn_mha", "PyTorch", "nobody"):
+        remedy = "cudnn_mha.enable(), after that package's import, takes its place"
+        if state.enabled:
+            remedy = "cudnn_mha.disable() and cudnn_mha.enable() again take its place"
+        yield Finding("warn", "drop-in", f"{text}, another package", remedy)
+    elif state.enabled:
+        text += f"; cudnn_mha.disable(), or {config.ENABLED}=0 from the start, switches it off"
+        yield Finding("ok", "drop-in", text)
+    elif _is_on(facts, config.DISABLED):
+        yield Finding("ok", "drop-in", text)
+    elif _is_on(facts, config.ENABLED):
+        message = f"off although {config.ENABLED} is set ({state.why}): {served}"
+        yield Finding("warn", "drop-in", message, _load_drop_in(facts))
+    else:
+        text += f"; cudnn_mha.enable(), or {config.ENABLED}=1 from the start, switches it on"
+        yield Finding("ok", "drop-in", text)
+
+
+def _load_drop_in(facts: Facts) -> str:
+    """How to get the drop-in where its variable is set and it is off."""
+    if facts.variables.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        return "unset TORCH_DEVICE_BACKEND_AUTOLOAD, which keeps torch from loading it"
+    return "cudnn_mha.enable() switches it on, or says what stands in the way"
 
 
 def _is_on(facts: Facts, name: str) -> bool:

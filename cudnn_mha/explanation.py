@@ -13,7 +13,7 @@ from torch import Tensor
 from cudnn_mha import checks, config, devices
 from cudnn_mha.checks import Reason
 from cudnn_mha.dispatch import SPLITTABLE, Decision, decide, find_plan, needs_reference
-from cudnn_mha.inputs import Options, split, validate
+from cudnn_mha.inputs import Options, split, validate, without_data
 from cudnn_mha.spec import AttentionSpec
 
 
@@ -162,8 +162,7 @@ def _meta(given: Tensor | Sequence[int] | None, dtype: torch.dtype) -> Tensor | 
     if given is None:
         return None
     if isinstance(given, Tensor):
-        meta = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
-        return meta.requires_grad_(given.requires_grad)
+        return without_data(given).requires_grad_(given.requires_grad)
     return torch.empty(tuple(given), dtype=dtype, device="meta")
 
 

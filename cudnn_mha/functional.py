@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
-from cudnn_mha import config
+from cudnn_mha import config, ops
 from cudnn_mha.attention import attend, forward
 from cudnn_mha.cache import plans
 from cudnn_mha.checks import ALIGNMENT, Kind, Reason
 from cudnn_mha.dispatch import (
+    PASSING,
     SPLITTABLE,
     Decision,
     compute,
@@ -26,9 +26,12 @@ from cudnn_mha.inputs import (
     Inputs,
     Options,
     Parts,
+    four_dimensional,
+    is_half,
     outline,
     prepare,
     require_tensors,
+    row_shift,
     split,
     validate,
 )
@@ -37,6 +40,9 @@ _PLAIN = {Tensor, Parameter}
 _MAX_DECISIONS = 4096
 _decisions: dict[tuple[Any, ...], Decision] = {}
 plans.on_drop(_decisions.clear)
+
+with contextlib.suppress(ValueError):  # the first call says what is wrong
+    config.settings()
 
 
 @overload
@@ -134,8 +140,7 @@ def cudnn_sdpa(
         RuntimeError: both ``attn_mask`` and ``is_causal``, or tensors on several devices.
     """
     if torch.compiler.is_compiling():
-        # Addresses and plans mean nothing to a compiler: it calls this function as it is.
-        return _uncompiled(
+        return _traced(
             query,
             key,
             value,
@@ -144,10 +149,10 @@ def cudnn_sdpa(
             is_causal,
             scale,
             enable_gqa,
-            return_lse=return_lse,
-            deterministic=deterministic,
-            workspace_limit=workspace_limit,
-            fallback=fallback,
+            return_lse,
+            deterministic,
+            workspace_limit,
+            fallback,
         )
     plain = (
         type(query) in _PLAIN
@@ -215,7 +220,74 @@ def cudnn_sdpa(
     return _first_call(query, key, value, attn_mask, options, gradient, signature)
 
 
-_uncompiled: Callable[..., Tensor] = _disable_dynamo(cudnn_sdpa)
+def _traced(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    deterministic: bool | None,
+    workspace_limit: int | str | None,
+    fallback: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The call as a compiler sees it: addresses and plans mean nothing to it, operators do."""
+    query, key, value = (_autocast(t) for t in (query, key, value))
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    options = Options(
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        return_lse,
+        deterministic,
+        config.parse_bytes(workspace_limit),
+        fallback,
+    )
+    validate(query, key, value, mask, options)
+    gradient = torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (mask is not None and mask.requires_grad)
+    )
+    if not _for_the_operators(query):
+        return _result(options, compute(query, key, value, mask, options, gradient=gradient))
+    given = {
+        "scale": scale,
+        "deterministic": deterministic,
+        "workspace_limit": options.workspace_limit,
+        "fallback": fallback,
+    }
+    q, k, v = four_dimensional(query, key, value, options)
+    call = (q, k, v, mask, dropout_p, is_causal)
+    if not gradient and not return_lse:
+        output: Tensor = ops.sdpa_inference(*call, **given)
+        return output[0] if query.dim() == 3 else output
+    bias_gradient = mask is not None and mask.requires_grad and gradient
+    output, lse, *_ = ops.sdpa_forward(*call, bias_gradient=bias_gradient, **given)
+    lse = lse.squeeze(-1)
+    if mask is not None and mask.dtype != torch.bool:
+        lse = lse + row_shift(mask).squeeze(-1)
+    if query.dim() == 3:
+        output, lse = output[0], lse[0]
+    return (output, lse) if return_lse else output
+
+
+def _for_the_operators(query: Tensor) -> bool:
+    """Whether a traced call may be cuDNN's; what is not stays with PyTorch's own compilation."""
+    return (
+        query.is_cuda
+        and query.dim() in (3, 4)
+        and is_half(query.dtype)
+        and not (config.current is not None and config.current.disabled)
+        and torch._C._get_cudnn_sdp_enabled()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def _decided(
@@ -224,7 +296,7 @@ def _decided(
     """The call of a signature that is decided."""
     if decision.forward is None:
         result = fall_back(query, key, value, mask, decision, decision.reasons)
-        return _result(decision, result)
+        return _result(decision.options, result)
     plans.touch(decision.forward)
     try:
         if decision.bare:
@@ -237,14 +309,14 @@ def _decided(
     except torch.OutOfMemoryError as error:
         reason = Reason("memory", f"not enough memory for cuDNN: {error}", Kind.UNAVAILABLE)
         result = fall_back(query, key, value, mask, decision, (reason,))
-    return _result(decision, result)
+    return _result(decision.options, result)
 
 
 def _result(
-    decision: Decision, result: tuple[Tensor, Tensor | None]
+    options: Options, result: tuple[Tensor, Tensor | None]
 ) -> Tensor | tuple[Tensor, Tensor]:
     output, lse = result
-    if not decision.options.return_lse:
+    if not options.return_lse:
         return output
     assert lse is not None
     return output, lse
@@ -265,14 +337,18 @@ def _first_call(
         decision = Decision(options, outline(query, value, options), gradient=gradient)
         decision.reasons = (_not_for_cudnn(query),)
         if query.numel() and not options.fallback:
-            return _result(decision, fall_back(query, key, value, mask, decision, decision.reasons))
-        return _result(decision, compute(query, key, value, mask, options, gradient=gradient))
+            return _result(
+                decision.options, fall_back(query, key, value, mask, decision, decision.reasons)
+            )
+        return _result(
+            decision.options, compute(query, key, value, mask, options, gradient=gradient)
+        )
     decision = decide(query, key, value, mask, options, gradient=gradient)
     if decision.reasons and SPLITTABLE.issuperset(r.rule for r in decision.reasons):
         parts = split(query, key, value, mask)
         if parts is not None:
             return _in_parts(parts, options)
-    if all(reason.rule != "capture" for reason in decision.reasons):
+    if PASSING.isdisjoint(reason.rule for reason in decision.reasons):
         if len(_decisions) >= _MAX_DECISIONS:
             _decisions.clear()
         _decisions[signature] = decision

@@ -25,6 +25,7 @@ from cudnn_mha.spec import (
     canonical_stride,
     contiguous_stride,
     default_scale,
+    dense_stride,
     layout_like,
     layout_order,
 )
@@ -128,7 +129,7 @@ def validate(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: 
         )
     if not 0 <= o.dropout_p <= 1:
         raise ValueError(f"dropout_p must be in [0, 1], got {o.dropout_p}")
-    if o.scale is not None and not math.isfinite(o.scale):
+    if o.scale is not None and not -math.inf < o.scale < math.inf:
         raise ValueError(f"scale must be finite, got {o.scale}")
     lead = _lead_shape(query, key, value, o.enable_gqa)
     if mask is None:
@@ -152,7 +153,7 @@ def validate(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: 
 
 
 def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    return tuple(torch.broadcast_shapes(*shapes))
 
 
 def _lead_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
@@ -195,19 +196,36 @@ def _strides_fit(tensor: Tensor) -> bool:
 
 def prepare(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: Options) -> Inputs:
     """The tensors of a valid call, made addressable; copies only what has to be."""
-    query, key, value = (t[None] if t.dim() == 3 else t for t in (query, key, value))
-    batch, heads = _lead_shape(query, key, value, o.enable_gqa)
-    query = _expand(query, batch, heads)
+    query, key, value = four_dimensional(query, key, value, o)
     if o.scale is not None and o.scale <= 0:
         query = query * math.copysign(o.scale != 0, o.scale)
-    # Key and value keep fewer heads: cuDNN groups the query's heads over them.
-    key = _expand(key, batch, key.shape[1])
-    value = _expand(value, batch, value.shape[1])
     query, key, value = (_addressable(_pad_to_8(t)) for t in (query, key, value))
     if mask is None:
         return Inputs(query, key, value, None, None)
     bias, shift = _bias(mask, query.shape[2], key.shape[2], query.dtype)
     return Inputs(query, key, value, bias, shift)
+
+
+def four_dimensional(
+    query: Tensor, key: Tensor, value: Tensor, o: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors as ``(B, H, S, D)`` of one batch size."""
+    query, key, value = (t[None] if t.dim() == 3 else t for t in (query, key, value))
+    batch, heads = _lead_shape(query, key, value, o.enable_gqa)
+    # Key and value keep fewer heads: cuDNN groups the query's heads over them.
+    return (
+        _expand(query, batch, heads),
+        _expand(key, batch, key.shape[1]),
+        _expand(value, batch, value.shape[1]),
+    )
+
+
+def row_shift(mask: Tensor) -> Tensor:
+    """What is taken off each row of a float mask, ``(..., Sq or 1, 1)``: 0 but for low rows."""
+    if 0 in mask.shape:
+        return mask.new_zeros((*mask.shape[:-1], 1))
+    shift = mask.detach().amax(-1, keepdim=True)
+    return shift.masked_fill((shift >= LOW_MASK_ROW) | (shift == -math.inf), 0)
 
 
 def _expand(tensor: Tensor, batch: int, heads: int) -> Tensor:
@@ -245,8 +263,7 @@ def _bias(
     if mask.dtype == torch.bool:
         bias = torch.full_like(mask, -math.inf, dtype=dtype).masked_fill_(mask, 0)
     else:
-        shift = mask.detach().amax(-1, keepdim=True)
-        shift.masked_fill_((shift >= LOW_MASK_ROW) | (shift == -math.inf), 0)
+        shift = row_shift(mask)
         bias = mask - shift
     bias = bias.expand(-1, -1, -1, seq_kv).contiguous()
     if bias.data_ptr() % ALIGNMENT:
@@ -260,23 +277,64 @@ def layout_of(tensor: Tensor) -> TensorSpec:
     return TensorSpec(shape, canonical_stride(shape, tensor.stride()), _DTYPES[tensor.dtype])
 
 
+def empty_output(query: Tensor, dim_v: int) -> Tensor:
+    """An uninitialized output: PyTorch's layout where it has the query's shape, else its order."""
+    if query.shape[-1] == dim_v:
+        return torch.empty_like(query)
+    shape = (*query.shape[:-1], dim_v)
+    stride = dense_stride(shape, layout_order(query.shape, query.stride()))
+    return query.new_empty_strided(shape, stride)
+
+
+def without_data(tensor: Tensor) -> Tensor:
+    """A tensor on ``meta`` with the layout of ``tensor``."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 class Parts(NamedTuple):
     """One call as two that together compute the same.
 
     Attributes:
         halves: ``(query, key, value, mask)`` of each.
-        dim: the dimension of the query, and of the results, that was cut: batch or heads.
+        dim: the dimension of the query that was cut, counted from the last: batch or heads.
+        axis: the same counted from the first.
+        bounds: where each half starts and stops.
+        extent: the extent of that dimension of the whole call.
     """
 
     halves: list[tuple[Tensor, Tensor, Tensor, Tensor | None]]
     dim: int
+    axis: int
+    bounds: tuple[tuple[int, int], ...]
+    extent: int
+
+    def cut(self, tensor: Tensor) -> list[Tensor]:
+        """The halves of a tensor like the output; what is broadcast goes whole into both."""
+        if not self._is_cut(tensor):
+            return [tensor, tensor]
+        own = tensor.shape[self.dim]
+        ends = ((a * own // self.extent, b * own // self.extent) for a, b in self.bounds)
+        return [tensor.narrow(self.dim, start, stop - start) for start, stop in ends]
+
+    def _is_cut(self, tensor: Tensor) -> bool:
+        return tensor.dim() >= -self.dim and tensor.shape[self.dim] > 1
 
     def join(self, results: list[Tensor]) -> Tensor:
         """The halves' outputs or log-sum-exps put together, in their memory order."""
-        dims = range(results[0].dim())
-        order = sorted(dims, key=results[0].stride, reverse=True)
-        joined = torch.cat([r.permute(order) for r in results], order.index(self.dim))
-        return joined.permute([order.index(dim) for dim in dims])
+        return _joined(results, self.axis)
+
+    def join_gradients(self, tensor: Tensor, gradients: list[Tensor]) -> Tensor:
+        """The halves' gradients of ``tensor`` as its own."""
+        if self._is_cut(tensor):
+            return _joined(gradients, tensor.dim() + self.dim)
+        return gradients[0] + gradients[1]
+
+
+def _joined(parts: list[Tensor], axis: int) -> Tensor:
+    dims = range(parts[0].dim())
+    order = sorted(dims, key=parts[0].stride, reverse=True)
+    joined = torch.cat([part.permute(order) for part in parts], order.index(axis))
+    return joined.permute([order.index(dim) for dim in dims])
 
 
 def split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Parts | None:
@@ -286,23 +344,16 @@ def split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Par
     dim = -4 if batched else -3
     extent = max(t.shape[dim] for t in tensors)
     # Heads are cut where every group of query heads keeps its key and value head.
-    unit = 1 if batched else math.lcm(*(extent // t.shape[-3] for t in tensors))
+    groups = (extent // t.shape[-3] for t in tensors if t.shape[-3] > 1)
+    unit = 1 if batched else math.lcm(*groups)
     middle = extent // unit // 2 * unit
     if middle == 0:
         return None
-    halves = []
-    for start, stop in ((0, middle), (middle, extent)):
-        cut = [_cut(t, dim, start, stop, extent) for t in tensors]
-        part = None if mask is None else _cut(mask, dim, start, stop, extent)
-        halves.append((cut[0], cut[1], cut[2], part))
-    return Parts(halves, query.dim() + dim)
-
-
-def _cut(tensor: Tensor, dim: int, start: int, stop: int, extent: int) -> Tensor:
-    if tensor.dim() < -dim or tensor.shape[dim] == 1:
-        return tensor  # broadcast: both halves need it all
-    own = tensor.shape[dim]
-    return tensor.narrow(dim, start * own // extent, (stop - start) * own // extent)
+    whole = Parts([], dim, query.dim() + dim, ((0, middle), (middle, extent)), extent)
+    cuts = [whole.cut(t) for t in tensors]
+    masks = [None, None] if mask is None else whole.cut(mask)
+    halves = [(*half, part) for *half, part in zip(*cuts, masks, strict=True)]
+    return whole._replace(halves=halves)
 
 
 def outline(query: Tensor, value: Tensor, o: Options) -> Outline:
@@ -312,15 +363,17 @@ def outline(query: Tensor, value: Tensor, o: Options) -> Outline:
     return Outline(query.dim(), value.shape[-1], scale)
 
 
-def forward_spec(inputs: Inputs, o: Options, scale: float, *, lse: bool) -> AttentionSpec:
-    """The spec of the forward graph of prepared tensors."""
+def forward_spec(
+    inputs: Inputs, o: Options, scale: float, *, lse: bool, output: TensorSpec | None = None
+) -> AttentionSpec:
+    """The spec of the forward graph of prepared tensors; ``output`` is its layout, if not ours."""
     query, key, value = (layout_of(t) for t in inputs[:3])
     return AttentionSpec(
         Direction.FORWARD,
         query,
         key,
         value,
-        output=layout_like((*query.shape[:3], value.shape[3]), query),
+        output=output or layout_like((*query.shape[:3], value.shape[3]), query),
         scale=scale,
         bias=None if inputs.bias is None else layout_of(inputs.bias),
         causal=o.is_causal,

@@ -33,10 +33,12 @@ class Plan:
         workspace: bytes of scratch device memory that one run needs.
     """
 
-    def __init__(self, spec: AttentionSpec, device: Device, graph: Any, index: int) -> None:
+    def __init__(
+        self, spec: AttentionSpec, device: Device, graph: Any, engine: str, index: int = -1
+    ) -> None:
         self.spec = spec
         self.device = device
-        self.engine = str(graph.get_plan_name_at_index(index))
+        self.engine = engine
         self.workspace = int(graph.get_workspace_size())
         self._graph = graph
         # The frontend's cheapest way to run a plan: addresses in ascending order of their ids.
@@ -46,7 +48,7 @@ class Plan:
         if ids != operands(spec):
             raise RuntimeError(f"the graph takes operands {ids}, expected {operands(spec)}")
         self._execute: Callable[..., None] = lowered._execute_with_raw_ptrs
-        self._cpp_index = graph.plans[index].cpp_index
+        self._cpp_index = index
         self._pack = struct.Struct(f"{len(ids)}Q").pack_into
         self._count = len(ids)
         self._lengths = self._full_lengths() if spec.padding and not device.described else ()
@@ -62,6 +64,10 @@ class Plan:
         # Any stream may run the plan, and none of them knows the stream that filled these.
         torch.cuda.current_stream(self.device.index).synchronize()
         return lengths
+
+    def to_bytes(self) -> bytes:
+        """The plan for another process: see `load_plan`."""
+        return bytes(self._graph.serialize())
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
         """Runs the plan on the raw CUDA ``stream``; its device must be the current one.
@@ -116,16 +122,17 @@ def compile_plan(spec: AttentionSpec, device: Device, workspace_limit: int | Non
     for index, candidate in enumerate(graph.plans):
         if candidate.cpp_index is None:
             continue  # an engine of the frontend's own, which brings its own compiler
+        name = str(graph.get_plan_name_at_index(index))
         try:
             graph.build_plan_at_index(index)
         except unsupported as error:
-            failures.append(f"{graph.get_plan_name_at_index(index)}: {_words(error)}")
+            failures.append(f"{name}: {_words(error)}")
             continue
         workspace = int(graph.get_workspace_size())
         if workspace_limit is not None and workspace > workspace_limit:
             needed.append(workspace)
             continue
-        return Plan(spec, device, graph, index)
+        return Plan(spec, device, graph, name, candidate.cpp_index)
     if needed:
         raise Refused(
             Reason(
@@ -136,6 +143,28 @@ def compile_plan(spec: AttentionSpec, device: Device, workspace_limit: int | Non
         )
     detail = "; ".join(failures) or "it proposed none"
     raise Refused(Reason("cudnn", f"no plan of cuDNN's builds: {detail}"))
+
+
+def load_plan(spec: AttentionSpec, device: Device, engine: str, data: bytes) -> Plan:
+    """The plan that `Plan.to_bytes` wrote down, for the same spec and kind of device.
+
+    The bytes hold native code: they must come from somebody who may run code here.
+
+    Raises:
+        Exception: of any kind that cuDNN's frontend raises for bytes that it cannot use.
+    """
+    cudnn = runtime.library()
+    # Older frontends take numbers only, newer ones bytes too.
+    content: Any = data if runtime.frontend_at_least(1, 32) else list(data)
+    if device.index is None:
+        properties = cudnn.create_device_properties(device.properties)
+        graph = cudnn.pygraph(device_property=properties, sm_version=device.sm)
+        graph.deserialize(content)
+    else:
+        handle = runtime.lease(device.index, runtime.current_stream(device.index)).handle
+        graph = cudnn.pygraph(handle=handle)
+        graph.deserialize(handle, content)
+    return Plan(spec, device, graph, engine)
 
 
 def _words(error: Exception) -> str:

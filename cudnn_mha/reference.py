@@ -65,9 +65,7 @@ def attention(
     dtype = compute_dtype or torch.promote_types(query.dtype, torch.float32)
     heads, queries, head_dim = query.shape[-3:]
     keys = key.size(-2)
-    batch = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-        query.shape[:-3], key.shape[:-3], value.shape[:-3]
-    )
+    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     score_shape = torch.Size((*batch, heads, queries, keys))
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
@@ -111,6 +109,84 @@ def attention(
     out = _in_dimension_order(out, query.expand(*batch, heads, queries, head_dim))
     out = out.to(query.dtype if compute_dtype is None else compute_dtype)
     return out, lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def gradients(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    dropout_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r"""Gradients of `attention` from what its forward left, without autograd.
+
+    With ``w = exp(s - lse)`` and ``drop`` as there::
+
+        d_value[j] = sum_i w[i, j] * drop[i, j] * d_out[i]
+        d_score[i, j] = w[i, j] * (drop[i, j] * <d_out[i], v[j]> - <d_out[i], out[i]>)
+        d_query[i] = scale * sum_j d_score[i, j] * k[j]
+        d_key[j] = scale * sum_i d_score[i, j] * q[i]
+
+    as in Dao et al., "FlashAttention" (2022), appendix B.2; heads that share a key or value head
+    add up.
+
+    Args:
+        grad_output: ``(..., Hq, Sq, Dv)``.
+        query, key, value, attn_mask, dropout_p, is_causal, scale, compute_dtype: as there.
+        output, lse: what `attention` returned.
+        dropout_mask: the weights that were kept; needed where dropout_p is above 0.
+
+    Returns:
+        The gradients of query, key and value in their shapes and that of the scores,
+        ``(..., Hq, Sq, Skv)``, all in the compute dtype.
+    """
+    dtype = compute_dtype or torch.promote_types(query.dtype, torch.float32)
+    heads, queries, head_dim = query.shape[-3:]
+    keys = key.size(-2)
+    if scale is None:
+        scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+    q, up, out = (t.to(dtype) for t in (query, grad_output, output))
+    k, v = (_per_query_head(t.to(dtype), heads) for t in (key, value))
+    scores = (q * scale) @ k.mT
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = torch.where(_expand("attn_mask", attn_mask, scores.shape), scores, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + _expand("attn_mask", attn_mask.to(dtype), scores.shape)
+    if is_causal:
+        past = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+        scores = torch.where(past, scores, -math.inf)
+    empty = lse == -math.inf
+    weights = (scores - lse.to(dtype).masked_fill(empty, math.inf).unsqueeze(-1)).exp()
+    kept = weights
+    back = up @ v.mT
+    if dropout_mask is not None:
+        drop = _expand("dropout_mask", dropout_mask, scores.shape).to(dtype)
+        drop = drop * (1.0 / (1.0 - dropout_p) if dropout_p < 1 else 0.0)
+        kept, back = weights * drop, back * drop
+    grad_scores = weights * (back - (up * out).sum(-1, keepdim=True))
+    return (
+        scale * (grad_scores @ k),
+        _per_own_head(scale * (grad_scores.mT @ q), key),
+        _per_own_head(kept.mT @ up, value),
+        grad_scores,
+    )
+
+
+def _per_own_head(tensor: Tensor, own: Tensor) -> Tensor:
+    """Adds up the query heads that share a head of ``own``."""
+    heads = own.size(-3)
+    if tensor.size(-3) == heads:
+        return tensor
+    group = tensor.size(-3) // heads
+    return tensor.reshape(*tensor.shape[:-3], heads, group, *tensor.shape[-2:]).sum(-3)
 
 
 def _per_query_head(tensor: Tensor, heads: int) -> Tensor:

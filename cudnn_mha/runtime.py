@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cudnn_mha import driver_stub
+from cudnn_mha import config, driver_stub
 from cudnn_mha.config import MIN_CUDNN, MIN_FRONTEND, version_text
 from cudnn_mha.errors import CudnnUnavailableError
 
@@ -72,6 +72,17 @@ def library() -> ModuleType:
 def cudnn_version() -> int:
     """Version of the loaded cuDNN, 91900 for 9.19.0."""
     return int(library().backend_version())
+
+
+def plan_environment() -> tuple[str, ...]:
+    """What a plan depends on besides versions: the CUDA that torch is built for, variables."""
+    major = str(torch.version.cuda).split(".")[0]
+    return (f"CUDA {major}", *config.plan_environment())
+
+
+def frontend_at_least(*version: int) -> bool:
+    """Whether the cuDNN frontend is at least that version."""
+    return tuple(int(part) for part in frontend_version().split(".")[:2]) >= version
 
 
 def frontend_version() -> str:

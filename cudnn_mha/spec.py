@@ -11,10 +11,10 @@ apart. Shapes are (B, H, S, D); strides count elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -89,11 +89,41 @@ class AttentionSpec:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        fields = tuple(v for k, v in self.__dict__.items() if k != "_hash")
-        object.__setattr__(self, "_hash", hash(fields))
+        values = tuple(v for k, v in self.__dict__.items() if k != "_hash")
+        object.__setattr__(self, "_hash", hash(values))
 
     def __hash__(self) -> int:  # the spec is hashed on every call, so its hash is kept
         return self._hash
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same in lists, numbers and texts, for JSON; what is not set is left out."""
+        found: dict[str, Any] = {"direction": self.direction.value}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, TensorSpec):
+                shape, stride, dtype = value
+                found[each.name] = {"shape": [*shape], "stride": [*stride], "dtype": dtype}
+            elif each.init and each.name != "direction" and value != each.default:
+                found[each.name] = value
+        return found
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> AttentionSpec:
+        """The spec that `to_dict` made this of.
+
+        Raises:
+            ValueError: it is not of that form; says what is wrong.
+        """
+        given = dict(data)
+        try:
+            direction = Direction(given.pop("direction"))
+            for name, value in given.items():
+                if isinstance(value, Mapping):
+                    shape, stride = (tuple(map(int, value[k])) for k in ("shape", "stride"))
+                    given[name] = TensorSpec(shape, stride, str(value["dtype"]))
+            return cls(direction, **given)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is no attention spec ({error!r}): {data!r}") from error
 
     @property
     def batch(self) -> int:

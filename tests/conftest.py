@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Before the package reads it: no test may find what another run left on this machine's disk.
+os.environ["TORCH_CUDNN_MHA_CACHE_DIR"] = "off"
+
 import pytest
 import torch
 

@@ -9,6 +9,7 @@ place (``eps / 2``) on each of these does to a result, taken as random in the su
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,12 +149,17 @@ def floors(call: Call, *, gradients: bool = True) -> Results:
     return found
 
 
-def failures(call: Call, *, gradients: bool = True, **options: Any) -> list[str]:
-    """What of a call breaks the rule, in words; empty where all is right."""
+def failures(
+    call: Call, *, gradients: bool = True, results: Callable[..., Results] = ours, **options: Any
+) -> list[str]:
+    """What of a call breaks the rule, in words; empty where all is right.
+
+    ``results(call, gradients=..., **options)`` computes it, by default through `cudnn_sdpa`.
+    """
     if call.grad_output is None and gradients:
         shape = (*call.query.shape[:-1], call.value.shape[-1])
         call.grad_output = torch.randn(shape, device=call.query.device).to(call.query.dtype)
-    got = ours(call, gradients=gradients, **options)
+    got = results(call, gradients=gradients, **options)
     right = exact(call, gradients=gradients)
     peer = math(call, gradients=gradients)
     floor = floors(call, gradients=gradients)
@@ -187,7 +193,9 @@ def _lse_failures(got: Tensor, want: Tensor) -> list[str]:
     return []
 
 
-def assert_right(call: Call, *, gradients: bool = True, **options: Any) -> None:
+def assert_right(
+    call: Call, *, gradients: bool = True, results: Callable[..., Results] = ours, **options: Any
+) -> None:
     """Fails with everything that breaks the rule."""
-    found = failures(call, gradients=gradients, **options)
+    found = failures(call, gradients=gradients, results=results, **options)
     assert not found, "; ".join(found)

@@ -30,7 +30,9 @@ runpy.run_module("cudnn_mha", run_name="__main__")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     seconds = time.perf_counter() - start
     assert (done.returncode, done.stderr) == (0, "")
-    assert all(command in done.stdout for command in ("check", "demo", "doctor"))
+    assert all(
+        command in done.stdout for command in ("cache", "check", "compile", "demo", "doctor")
+    )
     assert seconds < 5  # torch alone would take about as long
 
 
@@ -41,9 +43,13 @@ def test_module_is_the_command() -> None:
     assert done.stdout == f"cudnn-mha {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["check", "demo", "doctor"])
+@pytest.mark.parametrize(
+    "command",
+    ["check", "compile", "demo", "doctor"]
+    + [f"cache {name}" for name in ("list", "show", "clear", "verify")],
+)
 def test_every_command_helps(command: str) -> None:
-    result = run(command, "--help")
+    result = run(*command.split(), "--help")
     assert result.exit_code == 0
     assert f"  cudnn-mha {command}" in result.stdout  # an example
     assert "--json" in result.stdout

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
+import platformdirs
 import pytest
 
 from cudnn_mha import config
-from cudnn_mha.config import CACHE_SIZE, DISABLED, DP_WORKSPACE_LIMIT, WORKSPACE_LIMIT, Settings
+from cudnn_mha.config import (
+    BUILD,
+    CACHE_BYTES,
+    CACHE_DIR,
+    CACHE_SIZE,
+    DISABLED,
+    DP_WORKSPACE_LIMIT,
+    ENABLED,
+    PLANS,
+    RECORD,
+    WORKSPACE_LIMIT,
+    Settings,
+)
+
+DEFAULTS = Settings(
+    enabled=False,
+    disabled=False,
+    workspace_limit=None,
+    cache_size=1024,
+    cache_dir=platformdirs.user_cache_path("cudnn_mha"),
+    cache_bytes=2**30,
+    plans=(),
+    record=None,
+    build="now",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -62,19 +90,46 @@ def test_sizes_of_other_types(value: object) -> None:
 
 
 def test_defaults() -> None:
-    assert config.settings() == Settings(disabled=False, workspace_limit=None, cache_size=1024)
+    assert config.settings() == DEFAULTS
 
 
-@pytest.mark.parametrize("value", ["1", "true", "YES", " on "])
-def test_disabled(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(DISABLED, value)
-    assert config.settings().disabled is True
+@pytest.mark.parametrize("name", [ENABLED, DISABLED])
+@pytest.mark.parametrize(
+    ("value", "on"),
+    [(v, True) for v in ("1", "true", "YES", " on ")]
+    + [(v, False) for v in ("0", "", "False", "no", "off", " ")],
+)
+def test_switches(monkeypatch: pytest.MonkeyPatch, name: str, value: str, on: bool) -> None:
+    monkeypatch.setenv(name, value)
+    given = {"enabled" if name == ENABLED else "disabled": on}
+    assert config.settings() == dataclasses.replace(DEFAULTS, **given)
 
 
-@pytest.mark.parametrize("value", ["0", "", "False", "no", "off", " "])
-def test_not_disabled(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(DISABLED, value)
-    assert config.settings().disabled is False
+@pytest.mark.parametrize(
+    ("name", "value", "field", "found"),
+    [
+        (CACHE_DIR, "/srv/plans", "cache_dir", Path("/srv/plans")),
+        (CACHE_DIR, " ~/plans ", "cache_dir", Path.home() / "plans"),
+        (CACHE_DIR, "off", "cache_dir", None),
+        (CACHE_DIR, "OFF", "cache_dir", None),
+        (CACHE_DIR, "0", "cache_dir", None),
+        (CACHE_DIR, "none", "cache_dir", None),
+        (CACHE_BYTES, "64MiB", "cache_bytes", 64 * 2**20),
+        (CACHE_BYTES, "0", "cache_bytes", 0),
+        (PLANS, "/a", "plans", (Path("/a"),)),
+        (PLANS, os.pathsep.join(["/a", "", "b/c"]), "plans", (Path("/a"), Path("b/c"))),
+        (RECORD, "calls.jsonl", "record", "calls.jsonl"),
+        (RECORD, "calls/", "record", "calls/"),
+        (BUILD, "now", "build", "now"),
+        (BUILD, " Background ", "build", "background"),
+        (BUILD, "never", "build", "never"),
+    ],
+)
+def test_values(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, field: str, found: object
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert config.settings() == dataclasses.replace(DEFAULTS, **{field: found})
 
 
 @pytest.mark.parametrize(
@@ -87,6 +142,9 @@ def test_not_disabled(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
         (CACHE_SIZE, "-3", "TORCH_CUDNN_MHA_CACHE_SIZE must be a whole number of at least 1"),
         (CACHE_SIZE, "1.5", "TORCH_CUDNN_MHA_CACHE_SIZE must be a whole number of at least 1"),
         (CACHE_SIZE, "x", "TORCH_CUDNN_MHA_CACHE_SIZE must be a whole number of at least 1"),
+        (ENABLED, "2", "TORCH_CUDNN_MHA_ENABLED must be 0 or 1, got '2'"),
+        (CACHE_BYTES, "all", "TORCH_CUDNN_MHA_CACHE_BYTES must be a number of bytes"),
+        (BUILD, "later", "TORCH_CUDNN_MHA_BUILD must be one of now, background, never, got"),
     ],
 )
 def test_values_that_mean_nothing(
@@ -105,7 +163,8 @@ def test_settings_are_read_once_and_reloaded_on_demand(monkeypatch: pytest.Monke
     monkeypatch.setenv(CACHE_SIZE, "7")
     monkeypatch.setenv(DISABLED, "1")
     assert config.settings() is before
-    assert config.reload() == Settings(disabled=True, workspace_limit=2 * 2**20, cache_size=7)
+    changed = {"disabled": True, "workspace_limit": 2 * 2**20, "cache_size": 7}
+    assert config.reload() == dataclasses.replace(DEFAULTS, **changed)
     assert config.settings() == config.reload()
 
 
@@ -120,7 +179,7 @@ def test_a_bad_value_is_no_setting_and_can_be_corrected(monkeypatch: pytest.Monk
 def test_empty_values_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in config.VARIABLES:
         monkeypatch.setenv(name, "")
-    assert config.settings() == Settings(disabled=False, workspace_limit=None, cache_size=1024)
+    assert config.settings() == DEFAULTS
 
 
 def test_plan_environment_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,5 +195,7 @@ def test_versions_in_words() -> None:
 
 
 def test_every_variable_is_documented() -> None:
-    assert set(config.VARIABLES) == {DISABLED, WORKSPACE_LIMIT, CACHE_SIZE}
+    names = {value for name, value in vars(config).items() if str(value).startswith("TORCH_CUDNN")}
+    assert set(config.VARIABLES) == names
+    assert len(names) == 9
     assert all(config.VARIABLES.values())

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from cudnn_mha import config, doctor, driver_stub
+from cudnn_mha.backend import Status
 from cudnn_mha.doctor import Facts, Finding, Gpu, Library, Versions
 
 KNOWN = ("TORCH_CUDNN_MHA_CACHE_SIZE", "TORCH_CUDNN_MHA_DISABLED")
@@ -47,6 +48,16 @@ HEALTHY = Facts(
     driver="13.0",
     gpus=(Gpu(0, "NVIDIA H200", 90, 150_000_000_000),),
     sdp_enabled=True,
+    drop_in=Status(
+        enabled=False,
+        why="nobody asked for it",
+        provider="PyTorch",
+        priority=("FLASH_ATTENTION", "CUDNN_ATTENTION"),
+        served=0,
+        served_backward=0,
+        fallbacks=0,
+        reasons={},
+    ),
 )
 
 REINSTALL_CUDNN = "pip install --force-reinstall --no-deps 'nvidia-cudnn-cu13==9.24.0.43'"
@@ -80,6 +91,12 @@ def test_healthy() -> None:
         Finding("ok", "driver", "supports CUDA 13.0"),
         Finding("ok", "GPU", "0: NVIDIA H200, sm_90, 140 GiB"),
         Finding("ok", "switches", "nothing turns cuDNN attention off"),
+        Finding(
+            "ok",
+            "drop-in",
+            "off (nobody asked for it): torch's cuDNN attention is served by PyTorch; "
+            "cudnn_mha.enable(), or TORCH_CUDNN_MHA_ENABLED=1 from the start, switches it on",
+        ),
     ]
 
 
@@ -337,6 +354,113 @@ def test_torchs_switch_is_off() -> None:
     assert found.remedy == "torch.backends.cuda.enable_cudnn_sdp(True)"
 
 
+def drop_in(
+    enabled: bool, why: str, provider: str, variables: dict[str, str] | None = None
+) -> Finding:
+    """The judgement on who serves torch's cuDNN attention."""
+    assert HEALTHY.drop_in is not None
+    state = dataclasses.replace(HEALTHY.drop_in, enabled=enabled, why=why, provider=provider)
+    changed = facts(drop_in=state, variables=variables or {})
+    (found,) = (f for f in doctor.findings(changed) if f.subject == "drop-in")
+    return found
+
+
+def test_the_drop_in_is_on() -> None:
+    assert drop_in(True, "enable() was called", "cudnn_mha") == Finding(
+        "ok",
+        "drop-in",
+        "on (enable() was called): torch's cuDNN attention is served by cudnn_mha; "
+        "cudnn_mha.disable(), or TORCH_CUDNN_MHA_ENABLED=0 from the start, switches it off",
+    )
+
+
+@pytest.mark.parametrize(
+    ("enabled", "remedy"),
+    [
+        (False, "cudnn_mha.enable(), after that package's import, takes its place"),
+        (True, "cudnn_mha.disable() and cudnn_mha.enable() again take its place"),
+    ],
+)
+def test_another_package_serves_torchs_cudnn_attention(enabled: bool, remedy: str) -> None:
+    found = drop_in(enabled, "it is so", "/other/kernels.py:7", {config.ENABLED: "1"})
+    assert found == Finding(
+        "warn",
+        "drop-in",
+        f"{'on' if enabled else 'off'} (it is so): torch's cuDNN attention is served by "
+        "/other/kernels.py:7, another package",
+        remedy,
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "remedy"),
+    [
+        ({}, "cudnn_mha.enable() switches it on, or says what stands in the way"),
+        (
+            {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            "unset TORCH_DEVICE_BACKEND_AUTOLOAD, which keeps torch from loading it",
+        ),
+    ],
+)
+def test_the_drop_in_is_off_although_its_variable_is_set(
+    variables: dict[str, str], remedy: str
+) -> None:
+    found = drop_in(False, "it is so", "PyTorch", {config.ENABLED: "1", **variables})
+    assert found == Finding(
+        "warn",
+        "drop-in",
+        "off although TORCH_CUDNN_MHA_ENABLED is set (it is so): "
+        "torch's cuDNN attention is served by PyTorch",
+        remedy,
+    )
+
+
+@pytest.mark.parametrize("provider", ["PyTorch", "nobody"])
+@pytest.mark.parametrize("enabled", ["0", "1"])
+def test_a_drop_in_that_is_kept_off_is_no_trouble(enabled: str, provider: str) -> None:
+    variables = {config.ENABLED: enabled, config.DISABLED: "1"}
+    assert drop_in(False, "it is so", provider, variables) == Finding(
+        "ok", "drop-in", f"off (it is so): torch's cuDNN attention is served by {provider}"
+    )
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_doctor_tells_of_the_drop_in(value: str) -> None:
+    variables = {name: text for name, text in os.environ.items() if name not in config.VARIABLES}
+    command = [sys.executable, "-m", "cudnn_mha", "doctor"]
+
+    def run(*options: str) -> str:
+        return subprocess.run(
+            [*command, *options],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=variables | {config.ENABLED: value},
+        ).stdout
+
+    found = json.loads(run("--json"))
+    state = found["facts"]["drop_in"]
+    (finding,) = (f for f in found["findings"] if f["subject"] == "drop-in")
+    assert finding["level"] == "ok"
+    assert finding["message"].startswith(f"{'on' if state['enabled'] else 'off'} ({state['why']})")
+    expected = {"0": (False, "PyTorch"), "1": (True, "cudnn_mha")}[value]
+    assert (state["enabled"], state["provider"]) == expected
+    lines = run().splitlines()
+    assert f"ok   drop-in: {finding['message']}" in lines
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+    assert ["cudnn_mha.status().enabled", "on" if expected[0] else "off"] in cells
+    assert ["cudnn_mha.status().provider", expected[1]] in cells
+
+
+def test_a_drop_in_that_cannot_be_asked_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cudnn_mha.backend", None)
+    monkeypatch.delattr("cudnn_mha.backend")  # which `from cudnn_mha import` looks at first
+    report = doctor.collect()
+    assert report.facts.drop_in is None
+    assert "cudnn_mha.backend" in report.facts.errors["drop-in"]
+    assert [f for f in report.findings if f.subject == "drop-in"] == []
+
+
 def test_unknown_variable() -> None:
     found = trouble(
         variables={"TORCH_CUDNN_MHA_DISABLE": "1", "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
@@ -435,6 +559,8 @@ print(json.dumps(doctor.collect(()).to_dict()))
     assert found["failed"] is True
     assert found["facts"]["versions"]["torch"] is None
     assert found["facts"]["versions"]["frontend"] is None
+    assert found["facts"]["drop_in"] is None
+    assert "drop-in" not in found["facts"]["errors"]
     assert [f["subject"] for f in found["findings"] if f["level"] == "fail"] == [
         "torch",
         "cuDNN frontend",

@@ -243,15 +243,14 @@ def test_deterministic_gradients_come_from_the_definition(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_compiled_code_calls_it_as_it_is(backend: str) -> None:
+def test_compiled_code_is_one_graph(backend: str) -> None:
     torch._dynamo.reset()
     leaves = qkv()
 
     def block(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return cudnn_sdpa(query * 2, key, value, is_causal=True).sin()
 
-    compiled = torch.compile(block, backend=backend)
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
     want = torch_math(leaves[0] * 2, *leaves[1:], is_causal=True).sin()
     assert_same_with_gradients(compiled(*leaves), want, leaves)
 

@@ -20,11 +20,20 @@ PUBLIC = [
     "CudnnUnavailableError",
     "Explanation",
     "Reason",
+    "Status",
     "__version__",
     "cache_clear",
     "cache_info",
+    "compile_ahead",
     "cudnn_sdpa",
+    "disable",
+    "enable",
+    "enabled",
     "explain",
+    "load_plans",
+    "record",
+    "status",
+    "warmup",
 ]
 
 

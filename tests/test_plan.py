@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import json
+import os
+import random
 import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from cudnn_mha import devices, plan, runtime
+from cudnn_mha import cache, config, devices, plan, runtime
+from cudnn_mha.cache import Slot
 from cudnn_mha.graph_builder import operands
-from cudnn_mha.plan import Plan, Refused, compile_plan
+from cudnn_mha.plan import Plan, Refused, compile_plan, load_plan
 from cudnn_mha.spec import AttentionSpec
+from cudnn_mha.store import Entry, Store
 from tests.support import BACKWARD, attention, planned, tensor
 
 H200 = devices.described("h200")
@@ -163,7 +171,7 @@ def test_a_graph_with_other_operands_is_an_error(
 ) -> None:
     graph = planned(attention(), H200)
     with pytest.raises(RuntimeError, match=r"takes operands \(1, 2, 3, 4\), expected"):
-        Plan(attention(lse=True), H200, graph, 0)
+        Plan(attention(lse=True), H200, graph, "eng0")
     assert uncompiled == []
 
 
@@ -233,3 +241,104 @@ def test_workspace_goes_back_when_a_run_fails(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RuntimeError, match="launch failed"):
         compiled.run([1, 2, 3, 4], stream=0)
     assert machine.events == [("allocate", 128, 0), ("free", 9000)]
+
+
+# -------------------------------------------------------------------------- plans on disk
+
+STORED = [
+    (profile, spec)
+    for profile in ("h200", "b200", "a100-sxm-80gb")
+    for spec in (
+        attention(causal=True, lse=True, lengths=(200, 72)),
+        attention(BACKWARD, causal=True, lengths=(200, 72), dtype="bfloat16"),
+    )
+]
+
+FRESH = """
+import json, sys
+from cudnn_mha import cache, checks, config, devices
+from tests.test_plan import STORED, operand_ids
+
+found = []
+for profile, spec in STORED:
+    device = devices.described(profile)
+    slot = cache.plans.get_or_build(cache.plan_key(spec, device, None))
+    found.append([slot.plan.engine, slot.plan.workspace, operand_ids(slot.plan)])
+print(json.dumps([found, cache.cache_info()._asdict()]))
+"""
+
+
+def operand_ids(compiled: Plan) -> list[int]:
+    """The operands that the graph itself says it takes."""
+    return list(compiled._graph._lowered_graph._get_variant_pack_uids_sorted())
+
+
+def test_a_fresh_process_loads_what_another_compiled(tmp_path: Path) -> None:
+    store = Store(tmp_path / "plans")
+    expected = []
+    for profile, spec in STORED:
+        device = devices.described(profile)
+        compiled = compile_plan(spec, device)
+        store.save(cache.stored(cache.plan_key(spec, device, None), Slot(compiled)))
+        expected.append([compiled.engine, compiled.workspace, operand_ids(compiled)])
+        assert operand_ids(compiled) == list(operands(spec))
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH],
+        env=os.environ | {config.CACHE_DIR: str(store.folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found, info = json.loads(done.stdout)
+    assert found == expected
+    assert (info["builds"], info["loads"], info["refusals"]) == (0, len(STORED), 0)
+    assert info["build_seconds"] == 0
+
+
+def blobs_of_no_use(spec: AttentionSpec) -> dict[str, bytes]:
+    blob = compile_plan(spec, H200).to_bytes()
+    other = compile_plan(attention(lse=not spec.lse), H200).to_bytes()
+    return {
+        "empty": b"",
+        "text": b"no plan at all",
+        "random": random.Random(3).randbytes(5000),
+        "truncated": blob[: len(blob) // 2],
+        "another graph's": other,
+    }
+
+
+def test_a_stored_blob_of_no_use_is_discarded_and_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although its file is sound: the checksum is right, and so is the key."""
+    spec = attention()
+    key = cache.plan_key(spec, H200, None)
+    monkeypatch.setenv(config.CACHE_DIR, str(tmp_path / "plans"))
+    config.reload()
+    try:
+        store = Store(tmp_path / "plans")
+        for name, blob in blobs_of_no_use(spec).items():
+            store.save(Entry(key.to_dict(), "eng0", 0, None, blob))
+            plans = cache.PlanCache(4, load=cache._load, save=cache._save)
+            slot = plans.get_or_build(key)
+            assert slot.plan is not None
+            assert slot.plan.engine != "eng0", name
+            assert plans.cache_info()[2:4] == (1, 0), name
+            entry = store.load(key.to_dict())
+            assert entry is not None
+            assert (entry.engine, len(entry.blob) > 10_000) == (slot.plan.engine, True), name
+            plans.cache_clear()
+    finally:
+        monkeypatch.undo()
+        config.reload()
+
+
+def test_a_loaded_plan_runs_like_a_compiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = attention(lse=True)
+    compiled = compile_plan(spec, H200)
+    loaded = load_plan(spec, H200, compiled.engine, compiled.to_bytes())
+    assert (loaded.spec, loaded.device, loaded.engine) == (spec, H200, compiled.engine)
+    machine = Machine(monkeypatch)
+    machine.install(loaded, 0).run([10, 20, 30, 40, 50], stream=5)
+    assert machine.events == [("execute", 4096, 5, 0, 77, -1)]
+    assert list(machine.buffer[:6]) == [10, 20, 30, 40, 50, 0]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cudnn_mha import reference
 from cudnn_mha.reference import attention
 
 B, H, SQ, SKV, D = 2, 4, 5, 7, 6
@@ -495,3 +496,98 @@ def test_arguments_that_do_not_fit_are_named(changes: dict[str, Any], name: str)
     q, k, v = inputs()
     with pytest.raises(ValueError, match=rf"^`{name}` must be .*, got .*; "):
         attention(**{"query": q, "key": k, "value": v, **changes})
+
+
+# --- gradients without autograd
+
+
+def same_as_autograd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any
+) -> tuple[Tensor, ...]:
+    """`reference.gradients` equals autograd through `attention`; returns what it gave."""
+    scores_bias = normal(*q.shape[:-1], k.size(-2)).detach().mul_(0).requires_grad_()
+    bias = scores_bias
+    if mask is not None and mask.dtype != torch.bool:
+        bias = scores_bias + mask
+    elif mask is not None:
+        bias = torch.where(mask, scores_bias, -math.inf)
+    if options.get("is_causal"):
+        past = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
+        bias = torch.where(past, bias, -math.inf)
+    upstream = normal(*q.shape[:-1], v.size(-1), grad=False)
+    out, lse = oracle(q, k, v, mask, **options)
+    got = reference.gradients(
+        upstream, q, k, v, out.detach(), lse.detach(), mask, compute_dtype=torch.float64, **options
+    )
+    # A bias of zeros shows the gradients of the scores; it says what mask and causality say.
+    shown, _ = oracle(q, k, v, bias, **{**options, "is_causal": False})
+    equal(shown, out)
+    want = torch.autograd.grad(shown, (q, k, v, scores_bias), upstream)
+    equal(torch.autograd.grad(out, (q, k, v), upstream), want[:3])
+    equal(tuple(t.detach() for t in got), want)
+    return got
+
+
+MASKS_OF_GRADIENTS = {
+    "none": lambda: None,
+    "bool": lambda: torch.rand(B, 1, SQ, SKV) < 0.6,
+    "bool_row": lambda: torch.rand(SKV) < 0.6,
+    "float": lambda: normal(H, SQ, SKV, grad=False),
+    "float_with_inf": lambda: normal(B, H, SQ, SKV, grad=False).masked_fill(
+        torch.rand(B, H, SQ, SKV) < 0.4, -math.inf
+    ),
+    "no_key": lambda: torch.zeros(B, 1, SQ, SKV, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS_OF_GRADIENTS)
+@pytest.mark.parametrize("hk,hv", [(H, H), (2, 1), (1, 4), (2, 4)])
+@pytest.mark.parametrize("scale", [None, 0.0, -0.7])
+def test_gradients_equal_autograd(kind: str, hk: int, hv: int, scale: float | None) -> None:
+    same_as_autograd(*inputs(hk=hk, hv=hv), MASKS_OF_GRADIENTS[kind](), scale=scale)
+
+
+@pytest.mark.parametrize("sq,skv", [(5, 5), (5, 7), (7, 5), (1, 7), (7, 1)])
+def test_gradients_of_causal_attention_equal_autograd(sq: int, skv: int) -> None:
+    same_as_autograd(*inputs(hk=2, sq=sq, skv=skv), is_causal=True)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("shape", [(B, H, SQ, SKV), (SQ, SKV), (H, 1, SKV)])
+def test_gradients_with_dropout_equal_autograd(shape: tuple[int, ...], p: float) -> None:
+    keep = torch.rand(shape) >= 0.4
+    q, k, v = inputs(hk=2, hv=1)
+    same_as_autograd(q, k, v, dropout_p=p, dropout_mask=keep)
+    same_as_autograd(q, k, v, dropout_p=p, dropout_mask=keep, is_causal=True)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_gradients_of_rows_without_a_key_are_zero(kind: str) -> None:
+    visible = torch.rand(B, H, SQ, SKV) < 0.7
+    visible[:, :, 3] = True
+    visible[0, 1, 2] = False
+    visible[1] = False
+    mask = visible
+    if kind == "float":
+        mask = torch.zeros(visible.shape).double().masked_fill(~visible, -math.inf)
+    query, key, value, scores = same_as_autograd(*inputs(), mask)
+    assert torch.all(query[0, 1, 2] == 0) and torch.any(query[0, 1, 3] != 0)
+    assert torch.all(scores[~visible] == 0)
+    for grad in (query, key, value, scores):
+        assert torch.all(grad[1] == 0) and torch.any(grad[0] != 0)
+
+
+def test_gradients_come_in_the_compute_dtype() -> None:
+    q, k, v = (t.detach().bfloat16() for t in inputs(hk=2, hv=1))
+    up = normal(B, H, SQ, D + 2, grad=False).bfloat16()
+    out, lse = attention(q, k, v)
+    for dtype, given in ((torch.float32, None), (torch.float64, torch.float64)):
+        got = reference.gradients(up, q, k, v, out, lse, compute_dtype=given)
+        assert [t.dtype for t in got] == [dtype] * 4
+        assert [t.shape for t in got] == [q.shape, k.shape, v.shape, (B, H, SQ, SKV)]
+
+
+@pytest.mark.parametrize("sq,skv", [(0, 7), (5, 0)])
+def test_gradients_of_empty_tensors(sq: int, skv: int) -> None:
+    for grad in same_as_autograd(*inputs(hk=2, sq=sq, skv=skv)):
+        assert torch.all(grad == 0)

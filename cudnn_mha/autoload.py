@@ -1,0 +1,28 @@
+"""What `import torch` calls, through the entry point ``torch.backends``.
+
+It costs nothing while the variable is unset, and an exception here would break `import torch`.
+"""
+
+import os
+
+
+def autoload() -> None:
+    """Enables the package in every script if ``TORCH_CUDNN_MHA_ENABLED`` says so."""
+    if not os.environ.get("TORCH_CUDNN_MHA_ENABLED"):
+        return
+    try:
+        from cudnn_mha import backend
+
+        backend.enable_from_environment()
+    except Exception as error:
+        import sys
+        import warnings
+
+        message = (
+            "TORCH_CUDNN_MHA_ENABLED is set, but cudnn_mha cannot be enabled and PyTorch's own "
+            f"attention stays in place ({type(error).__name__}: {error})"
+        )
+        try:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        except RuntimeWarning:  # warnings are errors here, and an error would break the import
+            print(message, file=sys.stderr)
