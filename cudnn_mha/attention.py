@@ -90,12 +90,11 @@ def forward(
 def _run(plan: Plan, addresses: list[int]) -> None:
     """Runs on the current stream of the plan's device, whatever device is current."""
     index: int = plan.device.index  # type: ignore[assignment]
-    stream = runtime.current_stream(index)
-    if torch._C._cuda_getDevice() == index:
-        plan.run(addresses, stream)
-    else:
-        with torch.cuda.device(index):
-            plan.run(addresses, stream)
+    if runtime.current_device() == index:
+        plan.run(addresses, runtime.current_stream(index))
+        return
+    with torch.cuda.device(index):
+        plan.run(addresses, runtime.current_stream(index))
 
 
 def _empty(layout: TensorSpec, like: Tensor) -> Tensor:

@@ -13,16 +13,21 @@ subclasses. So what they take and return is what PyTorch's take and return:
 
 A call that cuDNN cannot serve from our plans goes to PyTorch's implementation, or to plain
 PyTorch where the reason is that cuDNN computes it wrong.
+
+PyTorch hands over a boolean mask as an additive one. Before 2.12 it fills that with a finite
+number, -65504 (pytorch/pytorch#177868), so a row that masks everything comes as a row of nothing
+but that number; it is taken for what it was.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
+import math
 import re
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -33,6 +38,7 @@ from torch.nn.attention import SDPBackend
 
 from cudnn_mha import config, kernels
 from cudnn_mha.attention import draw
+from cudnn_mha.cache import Counter
 from cudnn_mha.checks import Kind, Reason
 from cudnn_mha.dispatch import log_fallback
 from cudnn_mha.kernels import Arguments
@@ -58,6 +64,14 @@ SCHEMAS = {
     ),
 }
 """The operators as this module serves them; another PyTorch may have others."""
+
+_MASKED = {
+    dtype: torch.tensor(-65504.0, dtype=dtype).item() for dtype in (torch.float16, torch.bfloat16)
+}
+"""What PyTorch writes for False in a boolean mask, where that is finite."""
+
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12):
+    _MASKED.clear()
 
 OURS = "cudnn_mha"
 PYTORCHS = "PyTorch"
@@ -111,12 +125,15 @@ class _State:
         self.why = "nobody asked for it"
         self.order: list[int] | None = None
         self.own_order: list[int] | None = None
-        self.counts: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
+        self.forward = Counter()
+        self.backward = Counter()
+        self.fallbacks = Counter()
+        self.reasons: collections.Counter[str] = collections.Counter()
 
-    def count(self, what: str, reasons: tuple[Reason, ...] = ()) -> None:
+    def give_back(self, reasons: tuple[Reason, ...]) -> None:
+        """Counts a call that is not served."""
+        self.fallbacks.add()
         with self.lock:
-            self.counts[what] += 1
             self.reasons.update(reason.rule for reason in reasons)
 
 
@@ -181,9 +198,9 @@ def status() -> Status:
             why=_state.why,
             provider=provider(),
             priority=tuple(_name(number) for number in _order()),
-            served=_state.counts["forward"],
-            served_backward=_state.counts["backward"],
-            fallbacks=_state.counts["fallback"],
+            served=_state.forward.value,
+            served_backward=_state.backward.value,
+            fallbacks=_state.fallbacks.value,
             reasons=dict(_state.reasons),
         )
 
@@ -220,8 +237,8 @@ def _enable(why: str, *, prefer: bool) -> bool:
             # PyTorch warns of any kernel that replaces another; replacing is what was asked for.
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
             library = Library("aten", "IMPL")
-            library.impl(FORWARD, _forward, "CUDA")
-            library.impl(BACKWARD, _backward, "CUDA")
+            for name, kernel in ((FORWARD, _forward), (BACKWARD, _backward)):
+                library.impl(name, kernel, "CUDA", allow_override=True)
         _state.library = library
         _state.why = why
         if prefer:
@@ -265,12 +282,10 @@ def _forward(
     *,
     scale: float | None = None,
 ) -> _FORWARD_RESULT:
-    arguments = Arguments(
-        dropout_p,
-        is_causal,
-        scale,
-        compute_log_sumexp and torch._C._get_deterministic_algorithms(),
-    )
+    deterministic = compute_log_sumexp and torch._C._get_deterministic_algorithms()
+    arguments = _arguments(dropout_p, is_causal, scale, deterministic)
+    if attn_bias is not None:
+        attn_bias = _with_masked_rows(attn_bias)
     seed = offset = None
     if dropout_p:
         seed, offset = draw(query.device)
@@ -284,8 +299,8 @@ def _forward(
             compute_log_sumexp,
             False,
             True,
-            seed=seed,
-            offset=offset,
+            seed,
+            offset,
         )
     except kernels.NotServed as error:
         if not _give_back(query, key, value, error.reasons):
@@ -307,13 +322,56 @@ def _forward(
         output, lse = kernels.reference_forward(query, key, value, attn_bias, arguments, seed)
         lse = lse if compute_log_sumexp else None
     else:
-        _state.count("forward")
+        _state.forward.add()
     if seed is None or offset is None:
-        # Nobody reads these. None is kept for the next call: what a call allocates may lie in the
-        # pool of a CUDA graph, where PyTorch does not let anything live on but the results.
-        seed = query.new_empty((), dtype=torch.int64)
-        offset = torch.empty_like(seed)
+        seed = offset = _unread(query)
+        if compute_log_sumexp:  # these are kept for a backward, which does not read them either
+            seed, offset = torch.empty_like(seed), torch.empty_like(seed)
     return output, lse, None, None, query.shape[2], key.shape[2], seed, offset, None
+
+
+def _with_masked_rows(bias: Tensor) -> Tensor:
+    """The mask with -inf in rows that were False throughout when they were boolean."""
+    masked = _MASKED.get(bias.dtype)
+    if masked is None or 0 in bias.shape:
+        return bias
+    return bias.masked_fill(bias.amax(-1, keepdim=True) == masked, -math.inf)
+
+
+def _arguments(
+    dropout_p: float, is_causal: bool, scale: float | None, deterministic: bool
+) -> Arguments:
+    if dropout_p or deterministic or scale is not None:
+        return Arguments(dropout_p, is_causal, scale, deterministic)
+    return _CAUSAL if is_causal else _FULL
+
+
+_FULL = Arguments()
+_CAUSAL = Arguments(is_causal=True)
+
+_scalars: dict[int, Tensor] = {}
+
+
+def _unread(query: Tensor) -> Tensor:
+    """A 0-d int64 tensor on the device of ``query``: the same for all calls, as nobody reads it.
+
+    Allocated on a thread of its own: what this one allocates may lie in the pool of a CUDA graph,
+    where PyTorch lets nothing live on but the graph's results.
+    """
+    index = query.get_device()
+    found = _scalars.get(index)
+    if found is not None:
+        return found
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        return query.new_empty((), dtype=torch.int64)
+
+    def make() -> None:
+        _scalars[index] = torch.zeros((), dtype=torch.int64, device=query.device)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    return _scalars[index]
 
 
 def _backward(
@@ -335,11 +393,14 @@ def _backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    arguments = Arguments(dropout_p, is_causal, scale, torch._C._get_deterministic_algorithms())
+    deterministic = torch._C._get_deterministic_algorithms()
+    arguments = _arguments(dropout_p, is_causal, scale, deterministic)
+    if attn_bias is not None:
+        attn_bias = _with_masked_rows(attn_bias)
     seed, offset = (philox_seed, philox_offset) if dropout_p else (None, None)
     call = (grad_out, query, key, value, out, logsumexp, attn_bias, arguments)
     try:
-        gradients = kernels.backward(*call, False, True, seed=seed, offset=offset)
+        gradients = kernels.backward(*call, False, True, seed, offset)
     except kernels.NotServed as error:
         if not _give_back(query, key, value, error.reasons):
             return torch.ops.aten._cudnn_attention_backward(  # type: ignore[no-any-return]
@@ -362,12 +423,12 @@ def _backward(
             )
         gradients = kernels.reference_backward(*call, seed)
     else:
-        _state.count("backward")
+        _state.backward.add()
     return gradients.query, gradients.key, gradients.value
 
 
 def _give_back(query: Tensor, key: Tensor, value: Tensor, reasons: tuple[Reason, ...]) -> bool:
     """Counts and explains a call that is not served; whether cuDNN would compute it wrong."""
-    _state.count("fallback", reasons)
+    _state.give_back(reasons)
     log_fallback(kernels.describe(query, key, value), reasons)
     return any(reason.kind is Kind.WRONG for reason in reasons)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import queue
 import threading
@@ -70,6 +71,26 @@ class Slot:
         self.used = 0
 
 
+class Counter:
+    """Counts for many threads without a lock, at the price of a slower reading."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts at zero again."""
+        self.add: Callable[[], int] = itertools.count().__next__  # atomic
+        self._readings = 0
+
+    @property
+    def value(self) -> int:
+        """How often `add` was called."""
+        with self._lock:
+            self._readings += 1
+            return self.add() - self._readings + 1  # each reading counts too
+
+
 class _Turn:
     """Whose turn it is to build a key; it lasts while any thread wants that key built."""
 
@@ -111,11 +132,13 @@ class PlanCache:
         self._slots: dict[PlanKey, Slot] = {}
         self._turns: dict[PlanKey, _Turn] = {}
         self._listeners: list[Callable[[], None]] = []
-        self._clock = 0
+        self._tick = itertools.count(1).__next__  # the cache's clock; atomic, as a lock is not free
+        self._hits = Counter()
         self._reset()
 
     def _reset(self) -> None:
-        self._hits = self._misses = self._builds = self._loads = 0
+        self._hits.reset()
+        self._misses = self._builds = self._loads = 0
         self._refusals = self._evictions = 0
         self._build_seconds = 0.0
 
@@ -125,10 +148,8 @@ class PlanCache:
 
     def touch(self, slot: Slot) -> None:
         """Counts a use of a slot that the caller kept."""
-        with self._lock:
-            self._hits += 1
-            self._clock += 1
-            slot.used = self._clock
+        self._hits.add()
+        slot.used = self._tick()
 
     def get(self, key: PlanKey) -> Slot | None:
         """The slot of ``key``, or None."""
@@ -183,8 +204,7 @@ class PlanCache:
             self._loads += loaded
             self._builds += slot.plan is not None and not loaded
             self._refusals += slot.plan is None
-            self._clock += 1
-            slot.used = self._clock
+            slot.used = self._tick()
             self._slots[key] = slot
             surplus = len(self._slots) - self.maxsize
             for _ in range(surplus):
@@ -221,7 +241,7 @@ class PlanCache:
         """The counters now."""
         with self._lock:
             return CacheInfo(
-                self._hits,
+                self._hits.value,
                 self._misses,
                 self._builds,
                 self._loads,

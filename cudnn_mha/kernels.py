@@ -177,7 +177,6 @@ def forward(
     gradient: bool,
     bias_gradient: bool = False,
     aten: bool = False,
-    *,
     seed: Tensor | None = None,
     offset: Tensor | None = None,
     depth: int = 0,
@@ -195,8 +194,7 @@ def forward(
     Raises:
         NotServed: cuDNN does not serve the call, nor its parts.
     """
-    wanted = (gradient, bias_gradient, aten)
-    decision = find(query, key, value, bias, arguments, *wanted)
+    decision = find(query, key, value, bias, arguments, gradient, bias_gradient, aten)
     if decision.forward is not None:
         plans.touch(decision.forward)
         if decision.direct:
@@ -212,7 +210,7 @@ def forward(
     for number, half in enumerate(parts.halves):
         own = _own_seed(seed, number, depth)
         output, half_lse = forward(
-            *half, arguments, *wanted, seed=own, offset=offset, depth=depth + 1
+            *half, arguments, gradient, bias_gradient, aten, own, offset, depth + 1
         )
         outputs.append(output)
         lses.append(half_lse)
@@ -231,7 +229,6 @@ def backward(
     arguments: Arguments,
     bias_gradient: bool = False,
     aten: bool = False,
-    *,
     seed: Tensor | None = None,
     offset: Tensor | None = None,
     depth: int = 0,
@@ -241,8 +238,7 @@ def backward(
     Raises:
         NotServed: as for `forward`.
     """
-    wanted = (bias_gradient, aten)
-    decision = find(query, key, value, bias, arguments, True, *wanted)
+    decision = find(query, key, value, bias, arguments, True, bias_gradient, aten)
     if decision.forward is not None:
         return _backward(decision, grad_output, query, key, value, output, lse, bias, seed, offset)
     parts = _parts(decision, query, key, value, bias)
@@ -259,10 +255,11 @@ def backward(
             own_lse,
             half[3],
             arguments,
-            *wanted,
-            seed=_own_seed(seed, number, depth),
-            offset=offset,
-            depth=depth + 1,
+            bias_gradient,
+            aten,
+            _own_seed(seed, number, depth),
+            offset,
+            depth + 1,
         )
         found.append(result)
     grads = [

@@ -52,7 +52,8 @@ class Plan:
         self._pack = struct.Struct(f"{len(ids)}Q").pack_into
         self._count = len(ids)
         self._lengths = self._full_lengths() if spec.padding and not device.described else ()
-        self._lengths_at = ids.index(Uid.SEQ_LEN_Q) if spec.padding else 0
+        self._own = [t.data_ptr() for t in self._lengths]
+        self._own_at = ids.index(Uid.SEQ_LEN_Q) if spec.padding else 0
 
     def _full_lengths(self) -> tuple[torch.Tensor, ...]:
         """The lengths that the padding mask states, made once: they never change."""
@@ -80,10 +81,9 @@ class Plan:
         Raises:
             torch.OutOfMemoryError: the workspace cannot be allocated.
         """
-        if self._lengths:
-            at = self._lengths_at
-            own = (t.data_ptr() for t in self._lengths)
-            addresses = (*addresses[:at], *own, *addresses[at:])
+        if self._own:
+            at = self._own_at
+            addresses = [*addresses[:at], *self._own, *addresses[at:]]
         assert self.device.index is not None
         lease = runtime.lease(self.device.index, stream)
         self._pack(lease.buffer, 0, *addresses)

@@ -95,6 +95,7 @@ class Lease:
 
     Attributes:
         backend: the backend's handle, an address.
+        stream: the raw stream that it was set to last.
         buffer: room for the addresses of a plan's operands.
         address: where that room is.
     """
@@ -110,6 +111,7 @@ class Lease:
             _all_handles.append(handle)
         self.handle: Any = handle
         self.backend = self.handle.backend_handle
+        self.stream: int | None = None
         self.buffer = (ctypes.c_uint64 * 32)()
         self.address = ctypes.addressof(self.buffer)
 
@@ -132,10 +134,19 @@ def lease(index: int, stream: int) -> Lease:
     except (AttributeError, KeyError):
         found = Lease(index)
         _leases.__dict__.setdefault("by_device", {})[index] = found
-    if found.handle.stream != stream:  # set_stream queries the driver each time
+    if found.stream != stream:  # setting it queries the driver each time
         library().set_stream(found.handle, stream)
+        found.stream = stream
     return found
 
+
+current_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: 0
+)
+"""The raw CUDA stream that is current on device ``index``."""
+
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+"""The current CUDA device."""
 
 allocate: Callable[[int, int], int] = getattr(
     torch._C, "_cuda_cudaCachingAllocator_raw_alloc", lambda size, stream: 0
@@ -146,11 +157,6 @@ free: Callable[[int], None] = getattr(
     torch._C, "_cuda_cudaCachingAllocator_raw_delete", lambda address: None
 )
 """Gives it back; work already queued on the stream may still use it."""
-
-
-def current_stream(index: int) -> int:
-    """The raw CUDA stream that is current on device ``index``."""
-    return int(torch._C._cuda_getCurrentRawStream(index))
 
 
 def on_exit(release: Callable[[], None]) -> None:

@@ -426,7 +426,6 @@ def test_json_has_every_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [full_run(), [row(DECODE, ours=1.0)], []], ids=len)
 def test_plot(rows: list[Row], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     report.plot(tmp_path / "x.png", {"GPU": "none"}, rows)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 

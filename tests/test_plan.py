@@ -216,7 +216,7 @@ def test_a_run_puts_its_own_lengths_where_they_belong(monkeypatch: pytest.Monkey
     spec = attention(BACKWARD, padding=True, bias=bias, grad_bias=bias, dropout_p=0.5)
     compiled = machine.install(compile_plan(spec, H200), 128)
     lengths = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    compiled._lengths = lengths
+    compiled._own = [t.data_ptr() for t in lengths]
     ids = list(operands(spec))
     given = [1000 + uid for uid in ids if uid.name not in ("SEQ_LEN_Q", "SEQ_LEN_KV")]
     compiled.run(given, stream=5)
