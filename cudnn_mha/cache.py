@@ -297,7 +297,29 @@ def _load(key: PlanKey) -> Slot | None:
             return Slot(load_plan(key.spec, key.device, str(entry.engine), entry.blob))
         except Exception as error:  # native code of others: whatever is wrong with it, we compile
             store.discard(name, f"cuDNN cannot load it: {' '.join(str(error).split())}")
+    _tell_of_missing_plan(key)
     return None
+
+
+def _tell_of_missing_plan(key: PlanKey) -> None:
+    """Says once that plans compiled ahead of time are not the ones that are called for."""
+    ahead = [str(store) for store in stores() if store.read_only]
+    if ahead and not _told:
+        _told.append(key)
+        logger.warning(
+            "%s: no plan for %s on %s, workspace limit %s, cuDNN %s, frontend %s; such plans are "
+            "compiled as %s says (`cudnn-mha cache list --dir` shows what is there)",
+            ", ".join(ahead),
+            key.spec,
+            key.device.name,
+            key.workspace_limit,
+            config.version_text(key.cudnn_version),
+            key.frontend_version,
+            config.BUILD,
+        )
+
+
+_told: list[PlanKey] = []
 
 
 def _save(key: PlanKey, slot: Slot) -> None:

@@ -10,6 +10,7 @@ import itertools
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -45,13 +46,27 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _without_numpy():
+                return super().invoke(ctx)
         except CudnnUnavailableError as error:
             raise click.ClickException(str(error)) from error
         except ImportError as error:
             raise click.ClickException(
                 f"{error}; `cudnn-mha doctor` shows what is wrong"
             ) from error
+
+
+@contextlib.contextmanager
+def _without_numpy() -> Iterator[None]:
+    """Ignores torch's warning that NumPy is not installed: no command needs it."""
+    message, options = "Failed to initialize NumPy", sys.warnoptions[:]
+    sys.warnoptions.append(f"ignore:{message}:UserWarning")  # for processes that are spawned
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message, UserWarning)
+            yield
+    finally:
+        sys.warnoptions[:] = options
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -616,7 +631,7 @@ def cache_group() -> None:
 _folder = click.option(
     "--dir",
     "folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=click.Path(exists=True, file_okay=False, readable=False, path_type=Path),
     metavar="FOLDER",
     help="The folder to look into. Default: the one in force.",
 )
@@ -644,19 +659,23 @@ def cache_list(folder: Path | None, as_json: bool) -> None:
     \b
     Examples:
       cudnn-mha cache list
-      cudnn-mha cache list --dir plans/ --json | jq '.entries[] | select(.refusal) | .spec'
+      cudnn-mha cache list --dir plans/ --json | jq '.entries[] | select(.refusal) | .graph'
     """
     store = _store(folder)
     found = list(store.inspect())[::-1]
+    problem = store.problem()
     if as_json:
         entries = [_summary(each) for each in found]
-        size = sum(each.size for each in found)
-        printing.print_json({"folder": str(store), "bytes": size, "entries": entries})
+        facts: dict[str, Any] = {"folder": str(store), "problem": problem}
+        facts |= {"bytes": sum(each.size for each in found), "entries": entries}
+        printing.print_json(facts)
         return
     console = printing.console()
     if found:
         headings = ("key", "GPU", "direction", "spec", "engine or refusal", ">size", "last used")
         console.print(printing.table(None, [_row(each) for each in found], *headings))
+    if problem is not None:
+        printing.line(console, ("unusable ", "bold red"), problem)
     _show_total(console, store, found)
 
 
@@ -665,8 +684,8 @@ def _summary(found: Found) -> dict[str, Any]:
     facts |= {"bytes": found.size, "last_used": _when(found).isoformat(timespec="seconds")}
     entry = found.entry
     if entry is not None:
-        facts |= {"gpu": entry.gpu, "direction": entry.spec.direction.value}
-        facts |= {"spec": str(entry.spec), "engine": entry.engine, "workspace": entry.workspace}
+        facts |= {"gpu_name": entry.gpu, "direction": entry.spec.direction.value}
+        facts |= {"graph": str(entry.spec), "engine": entry.engine, "workspace": entry.workspace}
         facts["refusal"] = None if entry.refusal is None else str(entry.refusal)
     return facts
 
@@ -708,7 +727,7 @@ def cache_show(key: str, folder: Path | None, as_json: bool) -> None:
     \b
     Examples:
       cudnn-mha cache show 3fa9
-      cudnn-mha cache show 3fa9 --dir plans/ --json | jq .entry.workspace
+      cudnn-mha cache show 3fa9 --dir plans/ --json | jq .workspace
     """
     store = _store(folder)
     matching = [each for each in store.inspect() if each.name.startswith(key.lower())]
@@ -783,8 +802,9 @@ def _can_ask() -> bool:
 def cache_verify(folder: Path | None, as_json: bool) -> None:
     """Reads and checks every plan on disk: its form, checksum, name, and who may write it.
 
-    What is wrong with a file is said and nothing is removed; a call that needs it replaces it.
-    Exits with 1 if anything is wrong.
+    The folder itself must be readable too, and no other user may write it. What is wrong with a
+    file is said and nothing is removed; a call that needs it replaces it. Exits with 1 if anything
+    is wrong; a folder without plans is not.
 
     \b
     Examples:
@@ -794,19 +814,26 @@ def cache_verify(folder: Path | None, as_json: bool) -> None:
     store = _store(folder)
     found = list(store.inspect())
     bad = [each for each in found if each.problem is not None]
+    problem = store.problem()
     if as_json:
         size = sum(each.size for each in found)
         problems = [{"file": str(each.path), "problem": each.problem} for each in bad]
-        facts = {"folder": str(store), "files": len(found), "bytes": size, "problems": problems}
-        printing.print_json(facts)
+        facts = {"folder": str(store), "problem": problem, "files": len(found), "bytes": size}
+        printing.print_json(facts | {"problems": problems})
     else:
         console = printing.console()
+        if problem is not None:
+            printing.line(console, ("wrong ", "bold red"), problem)
         for each in bad:
             printing.line(console, ("wrong ", "bold red"), f"{each.path}: {each.problem}")
         _show_total(console, store, found)
-        verdict = (f"{_files(len(bad))} of no use", "bold red") if bad else ("all sound", "green")
+        verdict = ("all sound", "green") if found else ("there is no plan in it", "yellow")
+        if problem is not None:
+            verdict = ("nothing in this folder can be used", "bold red")
+        elif bad:
+            verdict = (f"{_files(len(bad))} of no use", "bold red")
         printing.line(console, verdict)
-    _exit(failed=bool(bad))
+    _exit(failed=bool(bad) or problem is not None)
 
 
 # ----------------------------------------------------------------------------------------- doctor
@@ -817,9 +844,10 @@ def cache_verify(folder: Path | None, as_json: bool) -> None:
 def doctor(as_json: bool) -> None:
     """Shows what cuDNN attention finds here, what stands in its way, and how to repair it.
 
-    Versions, libraries on disk and loaded, the driver, GPUs and the switches in force; then a
-    judgement on each, with what to run or set where one is bad. Nothing is changed. Exits with 1
-    if anything keeps cuDNN attention from working; a missing GPU does not.
+    Versions, libraries on disk and loaded, the driver, GPUs, the switches in force and the folders
+    of plans; then a judgement on each, with what to run or set where one is bad. Nothing is
+    changed. Exits with 1 if anything is broken that cuDNN attention needs. A missing GPU is no
+    fault, nor is a switch that you set, such as TORCH_CUDNN_MHA_DISABLED: both are warnings.
 
     \b
     Examples:

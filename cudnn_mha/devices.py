@@ -54,9 +54,10 @@ def described(name: str) -> Device:
     Raises:
         ValueError: there is no such profile; the message lists those there are.
     """
+    given, name = name, name.lower()
     if name not in profile_names():
         known = ", ".join(profile_names())
-        raise ValueError(f"gpu must be one of {known}, got {name!r}")
+        raise ValueError(f"gpu must be one of {known}, got {given!r}")
     text = (resources.files("cudnn_mha") / "profiles" / f"{name}.json").read_text()
     facts = json.loads(text)
     return Device(

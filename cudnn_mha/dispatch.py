@@ -262,9 +262,10 @@ def find_plan(
         message += "run the call once before the capture"
         return None, (Reason("capture", message, Kind.UNAVAILABLE),)
     mode = config.settings().build
-    if mode == "background" and spec.dropout_p:
-        mode = "now"  # a backward on the plan would drop other weights than PyTorch's forward did
-    if device.described or mode == "now":
+    # A backward on the plan would drop other weights than PyTorch's forward did.
+    if mode == "background" and (spec.dropout_p or device.described):
+        mode = "now"
+    if mode == "now":
         slot = plans.get_or_build(key)
     else:
         found = plans.get_or_load(key)

@@ -14,6 +14,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from cudnn_mha import __version__, config, driver_stub
 from cudnn_mha.config import MIN_CUDNN, MIN_FRONTEND, version_text
+from cudnn_mha.store import Store
 
 if TYPE_CHECKING:
     from cudnn_mha.backend import Status
@@ -117,6 +119,21 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A folder or file that the environment, or a default, sets for plans or recorded calls.
+
+    Attributes:
+        variable: the environment variable that sets it.
+        path: where it is; None for a cache that is off.
+        problem: why it cannot be used.
+    """
+
+    variable: str
+    path: str | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
 class Facts:
     """What was found, unjudged.
 
@@ -130,6 +147,7 @@ class Facts:
         variables: the environment variables that matter here.
         sdp_enabled: torch's own switch for cuDNN attention.
         drop_in: who serves torch's cuDNN attention in a process started like this one, and why.
+        places: the cache on disk, folders of plans, and where calls are recorded.
         errors: the probes that failed, with the reason.
     """
 
@@ -142,6 +160,7 @@ class Facts:
     variables: dict[str, str] = field(default_factory=dict)
     sdp_enabled: bool | None = None
     drop_in: Status | None = None
+    places: tuple[Place, ...] = ()
     errors: dict[str, str] = field(default_factory=dict)
 
 
@@ -199,7 +218,7 @@ def _facts() -> Facts:
     torch_cuda = torch and probe("torch's CUDA", lambda: torch.version.cuda)
     cudnn_cuda = probe("cuDNN's CUDA", _cuda_of_cudnn)
     unloadable = _unloadable_libraries(cudnn_cuda or torch_cuda)
-    probe("settings", config.reload)
+    settings = probe("settings", config.reload)
     return Facts(
         versions=Versions(
             python=platform.python_version(),
@@ -225,6 +244,7 @@ def _facts() -> Facts:
         sdp_enabled=torch
         and probe("torch's switch", lambda: torch.backends.cuda.cudnn_sdp_enabled()),
         drop_in=torch and probe("drop-in", _drop_in),
+        places=(settings and probe("plans on disk", lambda: _places(settings))) or (),
         errors=probe.errors,
     )
 
@@ -234,6 +254,37 @@ def _drop_in() -> Status:
     from cudnn_mha import backend
 
     return backend.status()
+
+
+def _places(settings: config.Settings) -> tuple[Place, ...]:
+    cache = settings.cache_dir
+    problem = None if cache is None else Store(cache).problem() or _unwritable(cache)
+    found = [Place(config.CACHE_DIR, None if cache is None else str(cache), problem)]
+    for folder in settings.plans:
+        problem = Store(folder).problem()
+        if problem is None and not os.path.isdir(folder):
+            problem = f"{folder} does not exist"
+        found.append(Place(config.PLANS, str(folder), problem))
+    if settings.record is not None:
+        path = Path(settings.record).expanduser()
+        as_folder = settings.record.endswith(os.sep) or os.path.isdir(path)
+        problem = _unwritable(path if as_folder else path.parent)
+        if os.path.exists(path) and not as_folder:
+            problem = None if os.access(path, os.W_OK) else f"{path} cannot be written by this user"
+        found.append(Place(config.RECORD, str(path), problem))
+    return tuple(found)
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why nothing can be written in a folder, be it there or still to be made."""
+    folder = folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    why = None if os.access(there, os.W_OK | os.X_OK) else "cannot be written by this user"
+    if not os.path.isdir(there):
+        why = "is no folder"
+    if why is None or there == folder:
+        return why and f"{folder} {why}"
+    return f"{folder} cannot be made: {there} {why}"
 
 
 def _cudnn_distributions() -> dict[str, str]:
@@ -344,6 +395,7 @@ def findings(facts: Facts, known_variables: Collection[str] = config.VARIABLES) 
         *_judge_gpus(facts),
         *_judge_switches(facts, known_variables),
         *_judge_drop_in(facts),
+        *_judge_places(facts),
     ]
 
 
@@ -546,6 +598,33 @@ def _judge_drop_in(facts: Facts) -> Iterator[Finding]:
     else:
         text += f"; cudnn_mha.enable(), or {config.ENABLED}=1 from the start, switches it on"
         yield Finding("ok", "drop-in", text)
+
+
+def _judge_places(facts: Facts) -> Iterator[Finding]:
+    for place in facts.places:
+        name, path = place.variable, place.path
+        text, remedy = {
+            config.CACHE_DIR: (
+                f"compiled plans are kept in {path}",
+                f"set {name} to a folder that you alone can write, or to off",
+            ),
+            config.PLANS: (
+                f"plans compiled ahead of time are read from {path}",
+                f"take it out of {name}, or fill a folder of your own with "
+                f"`cudnn-mha compile --out {shlex.quote(path or '')}`",
+            ),
+            config.RECORD: (
+                f"calls are recorded in {path}",
+                f"set {name} to a file or folder that you can write, or unset it",
+            ),
+        }[name]
+        if path is None:
+            text = f"compiled plans are not kept: {name} is off"
+        if place.problem is None:
+            yield Finding("ok", "plans on disk", text)
+        else:
+            message = f"{name} is of no use: {place.problem}"
+            yield Finding("warn", "plans on disk", message, remedy)
 
 
 def _load_drop_in(facts: Facts) -> str:

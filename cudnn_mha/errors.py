@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cudnn_mha.checks import Reason
@@ -25,3 +25,6 @@ class CudnnSdpaUnsupportedError(RuntimeError):
         self.reasons = tuple(reasons)
         lines = "\n".join(f"  - {reason}" for reason in self.reasons)
         super().__init__(f"cuDNN does not serve this attention call ({call}):\n{lines}")
+
+    def __reduce__(self) -> tuple[type[CudnnSdpaUnsupportedError], tuple[Any, ...]]:
+        return type(self), (self.call, self.reasons)

@@ -12,8 +12,15 @@ from torch import Tensor
 
 from cudnn_mha import checks, config, devices
 from cudnn_mha.checks import Reason
-from cudnn_mha.dispatch import SPLITTABLE, Decision, decide, find_plan, needs_reference
-from cudnn_mha.inputs import Options, split, validate, without_data
+from cudnn_mha.dispatch import (
+    SPLITTABLE,
+    Decision,
+    decide,
+    find_plan,
+    needs_reference,
+    not_on_cuda,
+)
+from cudnn_mha.inputs import Options, require_kinds, split, validate, without_data
 from cudnn_mha.spec import AttentionSpec
 
 
@@ -112,6 +119,7 @@ def explain(
         deterministic = torch.are_deterministic_algorithms_enabled()
     if workspace_limit is None:
         workspace_limit = config.settings().workspace_limit
+    require_kinds(dropout_p, is_causal, scale, enable_gqa, return_lse, deterministic, True)
     options = Options(
         float(dropout_p),
         is_causal,
@@ -134,6 +142,9 @@ def explain(
     dtypes = (dtype, dtype, dtype, mask_dtype)
     with torch.enable_grad():
         q, k, v, mask = (_meta(t, kind) for t, kind in zip(given, dtypes, strict=True))
+        for name, tensor in (("query", q), ("key", k), ("value", v)):
+            if tensor is None:
+                raise TypeError(f"{name} must be a torch.Tensor or a shape, got None")
         assert q is not None and k is not None and v is not None
         validate(q, k, v, mask, options)
         decision = decide(q, k, v, mask, options, gradient=requires_grad, device=device)
@@ -146,7 +157,10 @@ def explain(
             parts *= 2
             decision = decide(q, k, v, mask, options, gradient=requires_grad, device=device)
     graphs = tuple(_graph(spec, decision) for spec in _specs(decision))
-    where = str(device) if device else "no CUDA device"
+    where = str(device) if device else "these tensors"
+    if device is None and tensors and not tensors[0].is_meta:
+        elsewhere = not_on_cuda(tensors[0])  # what was decided on has no device of its own
+        decision.reasons = tuple(elsewhere if r.rule == "device" else r for r in decision.reasons)
     served = decision.served
     if served:
         runs = "cuDNN" + (f", in {parts} parts" if parts > 1 else "")

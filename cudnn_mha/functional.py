@@ -22,6 +22,7 @@ from cudnn_mha.dispatch import (
     fall_back,
     not_on_cuda,
 )
+from cudnn_mha.errors import CudnnSdpaUnsupportedError
 from cudnn_mha.inputs import (
     Inputs,
     Options,
@@ -30,6 +31,7 @@ from cudnn_mha.inputs import (
     is_half,
     outline,
     prepare,
+    require_kinds,
     require_tensors,
     row_shift,
     split,
@@ -204,17 +206,18 @@ def cudnn_sdpa(
         decision = _decisions.get(signature)
         if decision is not None:
             return _decided(decision, query, key, value, attn_mask)
+    require_kinds(dropout_p, is_causal, scale, enable_gqa, return_lse, deterministic, fallback)
     if workspace_limit is None:
         workspace_limit = config.settings().workspace_limit
     options = Options(
         float(dropout_p),
-        bool(is_causal),
+        is_causal,
         None if scale is None else float(scale),
-        bool(enable_gqa),
-        bool(return_lse),
-        bool(deterministic),
+        enable_gqa,
+        return_lse,
+        deterministic,
         config.parse_bytes(workspace_limit),
-        bool(fallback),
+        fallback,
     )
     validate(query, key, value, attn_mask, options)
     return _first_call(query, key, value, attn_mask, options, gradient, signature)
@@ -256,6 +259,12 @@ def _traced(
         or (mask is not None and mask.requires_grad)
     )
     if not _for_the_operators(query):
+        if not fallback:
+            message = (
+                "a compiled call must have float16 or bfloat16 tensors of 3 or 4 dimensions on a "
+                "CUDA device, and cuDNN allowed; call it outside of the compiler for every reason"
+            )
+            raise CudnnSdpaUnsupportedError("a compiled call", (Reason("compiled", message),))
         return _result(options, compute(query, key, value, mask, options, gradient=gradient))
     given = {
         "scale": scale,

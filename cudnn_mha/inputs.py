@@ -92,6 +92,32 @@ def require_tensors(query: object, key: object, value: object, mask: object) -> 
             raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
 
 
+def require_kinds(
+    dropout_p: object,
+    is_causal: object,
+    scale: object,
+    enable_gqa: object,
+    return_lse: object,
+    deterministic: object,
+    fallback: object,
+) -> None:
+    """Raises TypeError for what is no number or no bool."""
+    numbers = {"dropout_p": dropout_p} | ({} if scale is None else {"scale": scale})
+    for name, given in numbers.items():
+        if not isinstance(given, int | float):
+            raise TypeError(f"{name} must be a number, got {given!r}")
+    flags = {
+        "is_causal": is_causal,
+        "enable_gqa": enable_gqa,
+        "return_lse": return_lse,
+        "deterministic": deterministic,
+        "fallback": fallback,
+    }
+    for name, given in flags.items():
+        if not isinstance(given, bool):
+            raise TypeError(f"{name} must be True or False, got {given!r}")
+
+
 def validate(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: Options) -> None:
     """Refuses calls that mean nothing, for cuDNN and PyTorch alike.
 
@@ -101,7 +127,14 @@ def validate(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: 
         RuntimeError: both a mask and ``is_causal``, as PyTorch has it; or several devices.
     """
     tensors = {"query": query, "key": key, "value": value}
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            raise TypeError(f"{name} must be a dense tensor, got a {kind} one; pad or densify it")
+        if not tensor.is_floating_point():
+            raise TypeError(
+                f"{name} must be of a floating-point dtype, got {tensor.dtype}; cast it"
+            )
         if tensor.dim() != query.dim() or tensor.dim() < 2:
             raise ValueError(
                 "query, key and value must have the same number of dimensions, 4 (B, H, S, D) or "
@@ -138,9 +171,9 @@ def validate(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: 
         raise RuntimeError(
             "attn_mask must be None when is_causal is set; put the causal part into the mask"
         )
-    if mask.dtype not in (torch.bool, *_DTYPES) or mask.dtype == torch.float64:
+    if mask.dtype not in (torch.bool, torch.float32, torch.float16, torch.bfloat16, query.dtype):
         raise TypeError(
-            "attn_mask must be bool, float32, float16 or bfloat16, got "
+            "attn_mask must be bool, float32, float16, bfloat16 or of the dtype of query, got "
             f"{mask.dtype}; convert it (True means attend)"
         )
     scores = (*lead, query.shape[-2], key.shape[-2])

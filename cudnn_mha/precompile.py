@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -126,7 +127,8 @@ def compile_ahead(
     # A process takes as long to start as it then takes for dozens of plans.
     count = min(jobs or min(_cores(), 1 + len(tasks) // 8), max(1, len(tasks)))
     # Spawned, not forked: the parent has threads of cuDNN's.
-    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, context, _end_with, (os.getpid(),)) as pool:
         return _all(pool, _compile_into, tasks, progress)
 
 
@@ -270,6 +272,17 @@ def _gpu_text(facts: Mapping[str, Any]) -> str:
 def _cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process once its parent is gone, even if that was killed and could tell nobody."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _all(

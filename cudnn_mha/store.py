@@ -244,6 +244,23 @@ class Store:
         """
         self._make(self.folder)
 
+    def problem(self) -> str | None:
+        """Why nothing in the folder can be used; None where it can, or is still to be made."""
+        try:
+            facts = self.folder.stat()
+            if not stat.S_ISDIR(facts.st_mode):
+                return f"{self.folder} is no folder"
+            if not os.access(self.folder, os.R_OK | os.X_OK):
+                return f"{self.folder} cannot be read by this user"
+            _require_own(self.folder, facts)
+        except FileNotFoundError:
+            return None
+        except UntrustedError as error:
+            return str(error)
+        except OSError as error:
+            return f"{self.folder} cannot be read ({error.strerror})"
+        return None
+
     def discard(self, key: Mapping[str, Any], why: str) -> None:
         """Removes an entry that turned out to be of no use."""
         self._ignore(self.path(key), BadFileError(why))
@@ -251,7 +268,7 @@ class Store:
     def files(self) -> list[tuple[Path, os.stat_result]]:
         """Every plan's file, least recently used first."""
         found = []
-        for path in self.folder.glob(f"??/*{SUFFIX}"):
+        for path in self._glob(f"??/*{SUFFIX}"):
             with contextlib.suppress(OSError):  # another process removed it
                 found.append((path, path.stat()))
         return sorted(found, key=lambda one: one[1].st_mtime)
@@ -280,6 +297,12 @@ class Store:
                 size += facts.st_size
         self._remove_parts(0)
         return count, size
+
+    def _glob(self, pattern: str) -> list[Path]:
+        try:
+            return list(self.folder.glob(pattern))
+        except OSError:  # `problem` says why
+            return []
 
     def _read(self, path: Path) -> tuple[bytes, float]:
         with open(path, "rb") as file:
@@ -331,7 +354,7 @@ class Store:
 
     def _remove_parts(self, age: float) -> None:
         """Removes what processes that were killed had begun to write."""
-        for path in self.folder.glob(f"??/.*{_PART}"):
+        for path in self._glob(f"??/.*{_PART}"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime >= age:
                     path.unlink()

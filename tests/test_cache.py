@@ -770,12 +770,26 @@ def test_never_compiles_none_and_takes_what_is_there(process: Process) -> None:
     assert process.builder.asked == []
 
 
-def test_a_described_gpu_is_compiled_for_in_every_mode(process: Process) -> None:
-    for number, mode in enumerate(("never", "background", "now")):
+def test_a_described_gpu_is_compiled_for_at_once_or_never(process: Process) -> None:
+    for number, mode in enumerate(("background", "now")):
         process.mode(mode)
         slot, reasons = process.find(number, H200)
         assert slot is not None
         assert (text(slot), reasons) == (f"plan {number}", [])
+    process.mode("never")
+    assert process.find(7, H200) == (None, ["not_compiled"])
+
+
+def test_plans_compiled_ahead_that_are_others_are_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache, "_loaded", [Store(tmp_path, read_only=True)])
+    monkeypatch.setattr(cache, "_told", [])
+    for limit in (5, 6):
+        assert cache._load(KEY._replace(workspace_limit=limit)) is None
+    (record,) = caplog.records
+    assert str(tmp_path) in record.getMessage()
+    assert "on NVIDIA H200, workspace limit 5, cuDNN 9.24.0" in record.getMessage()
 
 
 def test_background_gives_the_plan_once_it_is_there(process: Process) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -412,21 +413,22 @@ def test_list(store: Store) -> None:
     assert found["bytes"] == sum(len(entry.to_bytes()) for entry in ENTRIES)
     assert [entry["key"] for entry in found["entries"]] == [name(store, n) for n in (2, 1, 0)]
     newest, refusal, _ = found["entries"]
+    assert found["problem"] is None
     assert newest | {"last_used": ""} == {
         "key": name(store, 2),
         "file": str(store.path(ENTRIES[2].key)),
         "problem": None,
         "bytes": len(ENTRIES[2].to_bytes()),
         "last_used": "",
-        "gpu": "NVIDIA H200",
+        "gpu_name": "NVIDIA H200",
         "direction": "forward",
-        "spec": str(KEYS[2].spec),
+        "graph": str(KEYS[2].spec),
         "engine": "eng3",
         "workspace": 4096,
         "refusal": None,
     }
     assert (refusal["engine"], refusal["refusal"]) == (None, "cuDNN: no engine [cudnn]")
-    assert (refusal["gpu"], refusal["direction"]) == ("NVIDIA B200", "backward")
+    assert (refusal["gpu_name"], refusal["direction"]) == ("NVIDIA B200", "backward")
     assert newest["last_used"].endswith("+00:00")
 
     text = run("cache", "list", *in_(store)).stdout
@@ -447,7 +449,7 @@ def test_list_shows_what_is_of_no_use(store: Store) -> None:
     store.path(ENTRIES[1].key).write_bytes(b"garbage")
     found = parsed(run("cache", "list", *in_(store), "--json"))["entries"]
     assert found[0]["problem"] == "it is no plan of cudnn_mha"
-    assert "spec" not in found[0]
+    assert "graph" not in found[0]
     text = words(run("cache", "list", *in_(store)).stdout.replace("│", " "))
     assert "unusable: it is no plan of cudnn_mha" in text
     assert len(store.files()) == 3  # looking removes nothing
@@ -499,6 +501,12 @@ def test_show(store: Store) -> None:
     assert found["gpu"] == {"name": "NVIDIA B200", "sm": 100, "multiprocessors": 148}
     assert (found["workspace_limit"], found["refusal"]) == (2**20, "cuDNN: no engine [cudnn]")
     assert (found["plan_bytes"], found["problem"]) == (0, None)
+    (listed,) = (
+        entry
+        for entry in parsed(run("cache", "list", *in_(store), "--json"))["entries"]
+        if entry["key"] == name(store, 1)
+    )
+    assert listed == {field: found[field] for field in listed}  # a name means one thing
     assert found["cudnn"] == config.version_text(runtime.cudnn_version())
     assert (found["frontend"], found["format"]) == (runtime.frontend_version(), 1)
 
@@ -556,12 +564,86 @@ def test_verify(store: Store) -> None:
     assert len(store.files()) == 3
 
 
+def test_the_examples_of_show_and_list_name_what_there_is(store: Store) -> None:
+    found = parsed(run("cache", "show", name(store, 2), *in_(store), "--json"))
+    assert found["workspace"] == 4096
+    assert re.findall(r"jq (\S+)", run("cache", "show", "--help").stdout) == [".workspace"]
+    listed = parsed(run("cache", "list", *in_(store), "--json"))["entries"]
+    assert [e["graph"] for e in listed if e["refusal"]] == [str(KEYS[1].spec)]
+    assert "select(.refusal) | .graph'" in words(run("cache", "list", "--help").stdout)
+
+
+def test_a_folder_of_no_use_is_not_sound(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    result = run("cache", "verify", "--dir", str(empty))
+    assert result.exit_code == 0
+    assert result.stdout == f"{empty}: 0 files, 0 B\nthere is no plan in it\n"
+    found = parsed(run("cache", "verify", "--dir", str(empty), "--json"))
+    assert found == {
+        "folder": str(empty),
+        "problem": None,
+        "files": 0,
+        "bytes": 0,
+        "problems": [],
+    }
+
+    empty.chmod(0o775)
+    problem = (
+        f"{empty} can be written by other users, and a plan is native code; `chmod -R go-w {empty}`"
+    )
+    result = run("cache", "verify", "--dir", str(empty))
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
+        f"wrong {problem}",
+        f"{empty}: 0 files, 0 B",
+        "nothing in this folder can be used",
+    ]
+    found = parsed(result := run("cache", "verify", "--dir", str(empty), "--json"))
+    assert (result.exit_code, found["problem"], found["problems"]) == (1, problem, [])
+    result = run("cache", "list", "--dir", str(empty))
+    assert result.exit_code == 0
+    assert result.stdout == f"unusable {problem}\n{empty}: 0 files, 0 B\n"
+    found = parsed(run("cache", "list", "--dir", str(empty), "--json"))
+    assert found == {"folder": str(empty), "problem": problem, "bytes": 0, "entries": []}
+
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # as for a mode of 000
+    result = run("cache", "verify", *in_(store))
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[0] == f"wrong {store} cannot be read by this user"
+    assert result.stdout.splitlines()[-1] == "nothing in this folder can be used"
+    assert (
+        f"unusable {store} cannot be read by this user"
+        in run("cache", "list", *in_(store)).stdout.splitlines()
+    )
+
+
+def test_a_missing_numpy_is_not_told(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "Failed to initialize NumPy: No module named 'numpy' (Triggered internally at x.cpp:84.)"
+    inspect, options = Store.inspect, sys.warnoptions[:]
+
+    def noisy(self: Store) -> Any:
+        # What processes that are spawned are started with.
+        assert sys.warnoptions == [*options, "ignore:Failed to initialize NumPy:UserWarning"]
+        warnings.warn(said, UserWarning, stacklevel=1)
+        return inspect(self)
+
+    monkeypatch.setattr(Store, "inspect", noisy)
+    assert len(parsed(run("cache", "list", *in_(store), "--json"))["entries"]) == 3
+    assert sys.warnoptions == options
+    said = "another warning"
+    with pytest.warns(UserWarning, match="another warning"):
+        run("cache", "list", *in_(store))
+
+
 def test_what_the_command_compiled_is_sound(compiled: tuple[Path, Result]) -> None:
     found = parsed(result := run("cache", "verify", "--dir", str(compiled[0]), "--json"))
     assert (result.exit_code, found["files"], found["problems"]) == (0, 5, [])
     entries = parsed(run("cache", "list", "--dir", str(compiled[0]), "--json"))["entries"]
     outcomes = parsed(compiled[1])["outcomes"]
-    assert sorted(entry["spec"] for entry in entries) == sorted(
+    assert sorted(entry["graph"] for entry in entries) == sorted(
         outcome["spec"] for outcome in outcomes if outcome["engine"]
     )
 

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import pytest
 
 from cudnn_mha import config, doctor, driver_stub
 from cudnn_mha.backend import Status
-from cudnn_mha.doctor import Facts, Finding, Gpu, Library, Versions
+from cudnn_mha.doctor import Facts, Finding, Gpu, Library, Place, Versions
+from tests.support import run
 
 KNOWN = ("TORCH_CUDNN_MHA_CACHE_SIZE", "TORCH_CUDNN_MHA_DISABLED")
 SITE = "/env/lib/python3.12/site-packages"
@@ -58,6 +60,7 @@ HEALTHY = Facts(
         fallbacks=0,
         reasons={},
     ),
+    places=(Place(config.CACHE_DIR, "/home/me/.cache/cudnn_mha"),),
 )
 
 REINSTALL_CUDNN = "pip install --force-reinstall --no-deps 'nvidia-cudnn-cu13==9.24.0.43'"
@@ -97,6 +100,7 @@ def test_healthy() -> None:
             "off (nobody asked for it): torch's cuDNN attention is served by PyTorch; "
             "cudnn_mha.enable(), or TORCH_CUDNN_MHA_ENABLED=1 from the start, switches it on",
         ),
+        Finding("ok", "plans on disk", "compiled plans are kept in /home/me/.cache/cudnn_mha"),
     ]
 
 
@@ -461,6 +465,135 @@ def test_a_drop_in_that_cannot_be_asked_is_a_note(monkeypatch: pytest.MonkeyPatc
     assert [f for f in report.findings if f.subject == "drop-in"] == []
 
 
+def places(monkeypatch: pytest.MonkeyPatch, **variables: object) -> list[Finding]:
+    """The judgement on the folders of an environment with these variables of ours."""
+    for name in (config.CACHE_DIR, config.PLANS, config.RECORD):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(getattr(config, name), str(value))
+    try:
+        report = doctor.collect()
+    finally:
+        config.settings.cache_clear()
+    assert "plans on disk" not in report.facts.errors
+    return [finding for finding in report.findings if finding.subject == "plans on disk"]
+
+
+@pytest.fixture
+def no_settings_stay() -> Iterator[None]:
+    yield
+    config.reload()
+
+
+@pytest.mark.usefixtures("no_settings_stay")
+def test_folders_that_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    kept = f"compiled plans are kept in {tmp_path / 'home' / 'cudnn_mha'}"
+    assert places(monkeypatch) == [Finding("ok", "plans on disk", kept)]
+    assert places(monkeypatch, CACHE_DIR="off") == [
+        Finding("ok", "plans on disk", f"compiled plans are not kept: {config.CACHE_DIR} is off")
+    ]
+    (tmp_path / "plans").mkdir(mode=0o755)
+    (tmp_path / "there.jsonl").touch()
+    for record in (tmp_path / "new" / "calls.jsonl", tmp_path / "there.jsonl", tmp_path):
+        found = places(
+            monkeypatch, CACHE_DIR=tmp_path / "a" / "b", PLANS=tmp_path / "plans", RECORD=record
+        )
+        assert found == [
+            Finding("ok", "plans on disk", f"compiled plans are kept in {tmp_path / 'a' / 'b'}"),
+            Finding(
+                "ok",
+                "plans on disk",
+                f"plans compiled ahead of time are read from {tmp_path / 'plans'}",
+            ),
+            Finding("ok", "plans on disk", f"calls are recorded in {record}"),
+        ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plans", "there.jsonl"]
+
+
+@pytest.mark.usefixtures("no_settings_stay")
+def test_folders_of_no_use_are_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, shared, missing = tmp_path / "file", tmp_path / "shared", tmp_path / "not there"
+    file.touch()
+    shared.mkdir()
+    shared.chmod(0o775)
+    writable = (
+        f"{shared} can be written by other users, and a plan is native code; "
+        f"`chmod -R go-w {shared}`"
+    )
+    found = places(
+        monkeypatch, CACHE_DIR=shared, PLANS=f"{file}:{shared}:{missing}", RECORD=file / "x" / "y"
+    )
+    assert [(f.level, f.message) for f in found] == [
+        ("warn", f"{config.CACHE_DIR} is of no use: {writable}"),
+        ("warn", f"{config.PLANS} is of no use: {file} is no folder"),
+        ("warn", f"{config.PLANS} is of no use: {writable}"),
+        ("warn", f"{config.PLANS} is of no use: {missing} does not exist"),
+        ("warn", f"{config.RECORD} is of no use: {file / 'x'} cannot be made: {file} is no folder"),
+    ]
+    assert found[0].remedy == (
+        f"set {config.CACHE_DIR} to a folder that you alone can write, or to off"
+    )
+    assert found[3].remedy == (
+        f"take it out of {config.PLANS}, or fill a folder of your own with "
+        f"`cudnn-mha compile --out '{missing}'`"
+    )
+    assert found[4].remedy == (
+        f"set {config.RECORD} to a file or folder that you can write, or unset it"
+    )
+    cached, *_ = places(monkeypatch, CACHE_DIR=file / "plans")
+    assert (cached.level, cached.message.split(":")[0]) == (
+        "warn",
+        f"{config.CACHE_DIR} is of no use",
+    )
+
+
+@pytest.mark.usefixtures("no_settings_stay")
+def test_what_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "calls.jsonl"
+    file.touch()
+    access = os.access
+
+    def read_only(path: Any, wanted: int, **named: Any) -> bool:
+        inside = str(path).startswith(str(tmp_path))
+        return access(path, wanted, **named) and not (inside and wanted & os.W_OK)
+
+    monkeypatch.setattr(os, "access", read_only)
+    for cache, record, words in (
+        (
+            tmp_path / "new",
+            file,
+            (
+                f"{tmp_path / 'new'} cannot be made: {tmp_path} cannot be written by this user",
+                f"{file} cannot be written by this user",
+            ),
+        ),
+        (
+            tmp_path,
+            f"{tmp_path}/",
+            (f"{tmp_path} cannot be written by this user",) * 2,
+        ),
+    ):
+        found = places(monkeypatch, CACHE_DIR=cache, RECORD=record)
+        assert [(f.level, f.message) for f in found] == [
+            ("warn", f"{name} is of no use: {text}")
+            for name, text in zip((config.CACHE_DIR, config.RECORD), words, strict=True)
+        ]
+
+
+def test_a_switch_that_the_user_set_is_no_fault() -> None:
+    report = doctor.Report(HEALTHY, tuple(troubles(variables={config.DISABLED: "1"})))
+    assert [finding.level for finding in report.findings] == ["warn"]
+    assert not report.failed
+    text = " ".join(run("doctor", "--help").stdout.split())
+    assert (
+        "A missing GPU is no fault, nor is a switch that you set, such as "
+        "TORCH_CUDNN_MHA_DISABLED: both are warnings."
+    ) in text
+
+
 def test_unknown_variable() -> None:
     found = trouble(
         variables={"TORCH_CUDNN_MHA_DISABLE": "1", "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
@@ -559,6 +692,8 @@ print(json.dumps(doctor.collect(()).to_dict()))
     assert found["failed"] is True
     assert found["facts"]["versions"]["torch"] is None
     assert found["facts"]["versions"]["frontend"] is None
+    (place,) = found["facts"]["places"]
+    assert place == {"variable": config.CACHE_DIR, "path": None, "problem": None}
     assert found["facts"]["drop_in"] is None
     assert "drop-in" not in found["facts"]["errors"]
     assert [f["subject"] for f in found["findings"] if f["level"] == "fail"] == [

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -503,3 +504,36 @@ def test_explain_refuses_what_the_call_refuses() -> None:
         explain(shape, (1, 4, 16, 16), shape, gpu="h200")
     with pytest.raises(RuntimeError, match="is_causal"):
         explain(shape, shape, shape, (16, 16), is_causal=True, gpu="h200")
+
+
+def test_an_error_survives_pickling() -> None:
+    """As it does on the way out of a process pool."""
+    with pytest.raises(CudnnSdpaUnsupportedError) as caught:
+        cudnn_sdpa(*qkv(), fallback=False)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert str(copy) == str(caught.value)
+    assert copy.reasons == caught.value.reasons
+
+
+def test_no_fallback_holds_in_compiled_code() -> None:
+    compiled = torch.compile(lambda *t: cudnn_sdpa(*t, fallback=False), backend="eager")
+    with pytest.raises(CudnnSdpaUnsupportedError, match="on a CUDA device"):
+        compiled(*qkv())
+
+
+def test_a_mask_may_have_the_dtype_of_the_query() -> None:
+    leaves = qkv(dtype=torch.float64)
+    mask = torch.randn(SCORES, dtype=torch.float64).requires_grad_()
+    got = cudnn_sdpa(*leaves, mask)
+    assert_same_with_gradients(got, torch_math(*leaves, mask), [*leaves, mask])
+
+
+@pytest.mark.parametrize("name", ["H200", "h200"])
+def test_names_of_gpus_have_no_case(name: str) -> None:
+    shape = (1, 2, 64, 64)
+    assert explain(shape, shape, shape, gpu=name).served
+
+
+def test_explains_where_tensors_are() -> None:
+    (reason,) = explain(*qkv(dtype=torch.float16)).reasons
+    assert reason.message == "the tensors must be on a CUDA device, got cpu"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cudnn_mha import cudnn_sdpa
 from cudnn_mha.inputs import (
     Options,
     Outline,
@@ -307,6 +308,36 @@ def test_the_mask_gets_the_gradient_of_what_it_was_broadcast_to(
 # ----------------------------------------------------------------------------- validation
 
 
+KINDS: list[tuple[str, object, str]] = [
+    ("dropout_p", None, "a number, got None"),
+    ("dropout_p", "0.0", "a number, got '0.0'"),
+    ("scale", "0.5", "a number, got '0.5'"),
+    ("is_causal", "no", "True or False, got 'no'"),
+    ("is_causal", None, "True or False, got None"),
+    ("enable_gqa", 1, "True or False, got 1"),
+    ("return_lse", "yes", "True or False, got 'yes'"),
+    ("fallback", 0, "True or False, got 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "text"), KINDS)
+def test_arguments_of_another_kind_are_named(name: str, given: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be {text}$"):
+        cudnn_sdpa(*qkv(), **{name: given})
+
+
+STRANGE: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
+    ("sparse", lambda t: t.to_sparse(), "a dense tensor, got a torch.sparse_coo one"),
+    ("integers", lambda t: t.long(), "a floating-point dtype, got torch.int64"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), [s[1:] for s in STRANGE], ids=[s[0] for s in STRANGE])
+def test_tensors_of_another_kind_are_named(change: Callable[[Tensor], Tensor], text: str) -> None:
+    with pytest.raises(TypeError, match=f"^query must be (of )?{text}"):
+        cudnn_sdpa(*(change(t) for t in qkv()))
+
+
 @pytest.mark.parametrize("position", range(4))
 def test_what_is_no_tensor_is_named(position: int) -> None:
     given: list[Any] = [*qkv(), None]
@@ -420,7 +451,7 @@ ERRORS: list[tuple[str, tuple[Any, ...], Options, type[Exception], list[str]]] =
         (*OK, torch.zeros(SQ, SKV, dtype=torch.int64)),
         PLAIN,
         TypeError,
-        ["attn_mask must be bool, float32, float16 or bfloat16", "torch.int64"],
+        ["attn_mask must be bool, float32, float16, bfloat16 or of the dtype", "torch.int64"],
     ),
     (
         "mask of another length",

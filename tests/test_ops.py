@@ -590,7 +590,7 @@ def test_unused_output_leaves_no_gradient() -> None:
         ({"key": randn(B, 3, SKV, D)}, ValueError, "heads of key"),
         ({"value": randn(B, H, SKV, D).float()}, TypeError, "same dtype"),
         ({"mask": torch.zeros(SQ, SKV + 1)}, ValueError, "must broadcast"),
-        ({"mask": torch.zeros(SQ, SKV).double()}, TypeError, "attn_mask must be"),
+        ({"mask": torch.zeros(SQ, SKV).int()}, TypeError, "attn_mask must be"),
         ({"mask": torch.zeros(SQ, SKV), "is_causal": True}, RuntimeError, "is_causal"),
         ({"dropout_p": 1.5}, ValueError, "dropout_p"),
         ({"scale": math.inf}, ValueError, "scale"),

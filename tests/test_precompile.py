@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -277,6 +282,41 @@ def test_nothing_starts_for_an_unknown_gpu_or_a_folder_of_no_use(tmp_path: Path)
     tmp_path.chmod(0o777)
     with pytest.raises(PermissionError, match="can be written by other users"):
         compile_ahead(SPECS, ["h200"], tmp_path)
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "recording.jsonl").write_text(json.dumps(REFUSED_SPEC.to_dict()))
+    script = tmp_path / "script.py"
+    script.write_text("""
+import sys, time
+from cudnn_mha import compile_ahead, recording
+
+def wait(outcome):
+    print("at work", flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    compile_ahead(recording.read(sys.argv[1:2]), ["h200"], sys.argv[2], progress=wait)
+""")
+    arguments = [str(tmp_path / "recording.jsonl"), str(tmp_path / "plans")]
+    environment = os.environ | {"PYTHONPATH": str(Path(precompile.__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as parent:
+        assert parent.stdout is not None
+        try:
+            assert parent.stdout.readline() == "at work\n"
+            parent.kill()
+            # Every worker holds the other end of the pipe, so this returns once all are gone.
+            assert parent.communicate(timeout=8)[0] == ""
+            assert parent.returncode == -signal.SIGKILL
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)
 
 
 def test_nothing_to_compile_is_nothing(tmp_path: Path) -> None:

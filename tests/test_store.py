@@ -310,6 +310,41 @@ def test_nothing_is_written_where_others_can_write(
         store.make()
 
 
+def test_a_folder_of_no_use_says_why(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store.problem() is None  # not there yet
+    store.save(PLAN)
+    assert store.problem() is None
+    store.folder.chmod(0o775)
+    assert store.problem() == (
+        f"{store} can be written by other users, and a plan is native code; `chmod -R go-w {store}`"
+    )
+    store.folder.chmod(0o755)
+    assert store.problem() is None
+    (tmp_path / "file").touch()
+    assert Store(tmp_path / "file").problem() == f"{tmp_path / 'file'} is no folder"
+    inside = Store(tmp_path / "file" / "plans")
+    assert inside.problem() == f"{inside} cannot be read (Not a directory)"
+    assert inside.files() == []
+    give_away(store.folder, monkeypatch)
+    assert str(store.problem()).startswith(f"{store} belongs to user ")
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o300, 0o600])
+def test_a_folder_that_cannot_be_read_says_so(
+    store: Store, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    store.save(PLAN)
+    store.folder.chmod(mode)
+    # As anybody but root has it.
+    monkeypatch.setattr(os, "access", lambda path, wanted: Path(path).stat().st_mode >> 6 & wanted
+                        == wanted)  # fmt: skip
+    assert store.problem() == f"{store} cannot be read by this user"
+    store.folder.chmod(0o500)
+    assert store.problem() is None
+
+
 def test_what_root_owns_is_trusted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save(PLAN)
     facts = os.stat_result((0o100600, 0, 0, 1, 0, 0, 0, 0, 0, 0))
