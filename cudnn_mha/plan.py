@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,6 +53,7 @@ class Plan:
         self._pack = struct.Struct(f"{len(ids)}Q").pack_into
         self._count = len(ids)
         self._lengths = self._full_lengths() if spec.padding and not device.described else ()
+        _alive.add(self)
         self._own = [t.data_ptr() for t in self._lengths]
         self._own_at = ids.index(Uid.SEQ_LEN_Q) if spec.padding else 0
 
@@ -96,6 +98,18 @@ class Plan:
             self._execute(lease.address, self._count, workspace, lease.backend, self._cpp_index)
         finally:
             runtime.free(workspace)
+
+
+_alive: weakref.WeakSet[Plan] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """Drops the frontend's objects, also of plans that an output in a global still leads to."""
+    for plan in tuple(_alive):
+        plan._graph = plan._execute = None  # type: ignore[assignment]
+
+
+runtime.on_exit(_let_go)
 
 
 def compile_plan(spec: AttentionSpec, device: Device, workspace_limit: int | None = None) -> Plan:

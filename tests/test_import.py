@@ -105,6 +105,23 @@ print(json.dumps({"served": kept.served, "builds": cudnn_mha.cache_info().builds
     assert "Traceback" not in errors
 
 
+def test_exit_is_quiet_where_a_plan_outlives_the_interpreter() -> None:
+    """As one does to which the output of a training step still leads, through autograd."""
+    found, errors = run("""
+import ctypes, json
+import cudnn_mha
+from cudnn_mha.cache import plans
+shape = (1, 2, 64, 64)
+cudnn_mha.explain(shape, shape, shape, requires_grad=True, gpu="h200")
+slots = list(plans._slots.values())
+for slot in slots:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(slot.plan))
+print(json.dumps({"plans": len(slots)}))
+""")
+    assert found == {"plans": 2}
+    assert errors == ""
+
+
 def test_a_missing_frontend_matters_only_to_who_needs_it() -> None:
     found, _ = run("""
 import importlib.abc, json, sys
