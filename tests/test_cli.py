@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn_mha import __version__, cli, config, devices, doctor, printing, runtime
+from cudnn_mha import __version__, arguments, config, devices, doctor, printing, runtime
 from cudnn_mha.doctor import Facts, Finding, Gpu, Report, Versions
 from tests.support import ESCAPE, parsed, run
 
@@ -198,7 +198,7 @@ def test_layout(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
 def test_layout_for_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors take none of its memory."""
     shape = (2**14, 8, 2**14, 64)
-    tensor = cli._lengths_before_heads(shape, torch.float16)
+    tensor = arguments.lengths_before_heads(shape, torch.float16)
     assert (tensor.shape, tensor.dtype, tensor.device.type) == (shape, torch.float16, "meta")
     assert tensor.stride() == (2**14 * 512, 64, 512, 1)
 

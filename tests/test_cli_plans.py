@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from cudnn_mha import cache, cli, config, devices, explain, precompile, runtime
+from cudnn_mha import cache, cli, cli_plans, config, devices, explain, precompile, runtime
 from cudnn_mha.cache import plan_key
 from cudnn_mha.checks import Reason
 from cudnn_mha.config import CACHE_DIR, WORKSPACE_LIMIT
@@ -665,7 +665,7 @@ def test_clear_asks_first(store: Store, monkeypatch: pytest.MonkeyPatch) -> None
     assert "nobody can be asked here; give --yes" in result.stderr
     assert len(store.files()) == 3
 
-    monkeypatch.setattr(cli, "_can_ask", lambda: True)
+    monkeypatch.setattr(cli_plans, "_can_ask", lambda: True)
     for answer, code, left in (("n\n", 1, 3), ("", 1, 3), ("y\n", 0, 0)):
         result = CliRunner().invoke(cli.main, ["cache", "clear", *in_(store)], input=answer)
         assert f"Remove 3 files from {store}? [y/N]" in result.stderr
