@@ -450,7 +450,7 @@ def test_explain_agrees_with_the_call() -> None:
     assert [r.rule for r in kept_out.reasons] == ["sdp_backend"]
 
 
-def test_compiled_function_calls_it_as_it_is() -> None:
+def test_compiled_function_equals_eager() -> None:
     case = call(is_causal=True)
     compiled = torch.compile(
         lambda q, k, v: cudnn_sdpa(q * 2, k, v, is_causal=True, fallback=False) + 1,
