@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
 from cudnn_mha import config, ops
@@ -260,11 +261,7 @@ def _traced(
     )
     if not _for_the_operators(query):
         if not fallback:
-            message = (
-                "a compiled call must have float16 or bfloat16 tensors of 3 or 4 dimensions on a "
-                "CUDA device, and cuDNN allowed; call it outside of the compiler for every reason"
-            )
-            raise CudnnSdpaUnsupportedError("a compiled call", (Reason("compiled", message),))
+            _refuse_compiled()
         return _result(options, compute(query, key, value, mask, options, gradient=gradient))
     given = {
         "scale": scale,
@@ -285,6 +282,16 @@ def _traced(
     if query.dim() == 3:
         output, lse = output[0], lse[0]
     return (output, lse) if return_lse else output
+
+
+@_disable_dynamo
+def _refuse_compiled() -> NoReturn:
+    """Raises out of compiled code, which knows no exceptions of others."""
+    message = (
+        "a compiled call must have float16 or bfloat16 tensors of 3 or 4 dimensions on a CUDA "
+        "device, and cuDNN allowed; call it outside of the compiler for every reason"
+    )
+    raise CudnnSdpaUnsupportedError("a compiled call", (Reason("compiled", message),))
 
 
 def _for_the_operators(query: Tensor) -> bool:
