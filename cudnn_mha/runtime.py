@@ -160,14 +160,14 @@ free: Callable[[int], None] = getattr(
 
 
 def on_exit(release: Callable[[], None]) -> None:
-    """Runs ``release`` at interpreter exit, before the handles go."""
+    """Runs ``release`` at interpreter exit, the last registered first, before the handles go."""
     _at_exit.append(release)
 
 
 @atexit.register
 def _release() -> None:
     # The frontend reports whatever of its objects outlives the interpreter.
-    for release in _at_exit:
+    for release in reversed(_at_exit):
         release()
     _leases.__dict__.clear()
     _idle.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -103,6 +104,20 @@ print(json.dumps({"served": kept.served, "builds": cudnn_mha.cache_info().builds
     assert found == {"served": True, "builds": 2}
     assert "nanobind" not in errors
     assert "Traceback" not in errors
+
+
+def test_at_exit_the_last_registered_is_the_first_to_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So no thread is still building when plans are made to let go of cuDNN's objects."""
+    order: list[str] = []
+    hooks = [lambda: order.append("plans"), lambda: order.append("threads")]
+    monkeypatch.setattr(runtime, "_at_exit", hooks)
+    monkeypatch.setattr(runtime, "_leases", threading.local())
+    monkeypatch.setattr(runtime, "_idle", {})
+    monkeypatch.setattr(runtime, "_all_handles", [])
+    runtime._release()
+    assert order == ["threads", "plans"]
 
 
 def test_exit_is_quiet_where_a_plan_outlives_the_interpreter() -> None:
