@@ -27,20 +27,20 @@ from cudnn_mha.inputs import (
     Outline,
     addressable,
     backward_spec,
-    empty_output,
     forward_spec,
     is_half,
     layout_of,
     outline,
     prepare,
     without_data,
+    writable_output,
 )
 from cudnn_mha.plan import Plan
 from cudnn_mha.spec import AttentionSpec, TensorSpec
 
 logger = logging.getLogger("cudnn_mha")
 
-PASSING = {"capture", "compiling"}
+TRANSIENT = {"capture", "compiling"}
 """Rules that may not hold the next time, so that a decision with them is not kept."""
 
 SPLITTABLE = {"launch_grid", "index_overflow"}
@@ -109,7 +109,7 @@ class Decision:
         if stride not in self.backward and addressable(grad_output):
             spec = self.backward_spec(layout_of(grad_output))
             slot, reasons = find_plan(spec, self.device, self.options.workspace_limit)
-            if PASSING.isdisjoint(reason.rule for reason in reasons):
+            if TRANSIENT.isdisjoint(reason.rule for reason in reasons):
                 self.backward[stride] = slot
         if slot is None:
             layout = self.spec.output
@@ -129,6 +129,24 @@ class Decision:
             deterministic=self.options.deterministic,
         )
         return checks.remedied(spec, self.device)
+
+
+MAX_DECISIONS = 4096
+
+
+class Decisions(dict[tuple[Any, ...], Decision]):
+    """Decisions by signature; they go when plans are dropped, and when there are too many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        plans.on_drop(self.clear)
+
+    def keep(self, signature: tuple[Any, ...], decision: Decision) -> None:
+        """Remembers a decision, unless it may be another the next time."""
+        if TRANSIENT.isdisjoint(reason.rule for reason in decision.reasons):
+            if len(self) >= MAX_DECISIONS:
+                self.clear()
+            self[signature] = decision
 
 
 def decide(
@@ -182,23 +200,13 @@ def decide(
         return decision
     assert device is not None
     inputs = prepare(query, key, value, mask, options)
-    decision.as_is = all(a is b for a, b in zip(inputs, (query, key, value, None), strict=False))
+    decision.as_is = inputs.are(query, key, value)
     if bias_gradient is None:
         bias_gradient = mask is not None and mask.requires_grad
     decision.bias_gradient = bias_gradient and gradient
     lse = gradient or options.return_lse
-    wish = None
-    if decision.as_is and decision.outline.ndim == 4:
-        wish = empty_output(without_data(query), value.shape[-1]) if output is None else output
-        if not addressable(wish):
-            wish = None
-    decision.spec = forward_spec(
-        inputs,
-        options,
-        decision.outline.scale,
-        lse=lse,
-        output=None if wish is None else layout_of(wish),
-    )
+    wish = writable_output(query, value, output) if decision.as_is else None
+    decision.spec = forward_spec(inputs, options, decision.outline.scale, lse=lse, output=wish)
     decision.output_stride = decision.spec.output.stride if wish is None else wish.stride()
     decision.like_query = query.shape == decision.spec.output.shape and (
         torch.empty_like(without_data(query)).stride() == decision.output_stride

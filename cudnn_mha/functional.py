@@ -15,9 +15,9 @@ from cudnn_mha.attention import attend, forward
 from cudnn_mha.cache import plans
 from cudnn_mha.checks import ALIGNMENT, Kind, Reason
 from cudnn_mha.dispatch import (
-    PASSING,
     SPLITTABLE,
     Decision,
+    Decisions,
     compute,
     decide,
     fall_back,
@@ -40,9 +40,7 @@ from cudnn_mha.inputs import (
 )
 
 _PLAIN = {Tensor, Parameter}
-_MAX_DECISIONS = 4096
-_decisions: dict[tuple[Any, ...], Decision] = {}
-plans.on_drop(_decisions.clear)
+_decisions = Decisions()
 
 with contextlib.suppress(ValueError):  # the first call says what is wrong
     config.settings()
@@ -364,10 +362,7 @@ def _first_call(
         parts = split(query, key, value, mask)
         if parts is not None:
             return _in_parts(parts, options)
-    if PASSING.isdisjoint(reason.rule for reason in decision.reasons):
-        if len(_decisions) >= _MAX_DECISIONS:
-            _decisions.clear()
-        _decisions[signature] = decision
+    _decisions.keep(signature, decision)
     return _decided(decision, query, key, value, mask)
 
 

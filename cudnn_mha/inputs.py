@@ -70,6 +70,10 @@ class Inputs(NamedTuple):
     bias: Tensor | None
     shift: Tensor | None
 
+    def are(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether these are the caller's own tensors, and there is no mask."""
+        return self.query is query and self.key is key and self.value is value and self.bias is None
+
 
 class Outline(NamedTuple):
     """What the caller gets back, whatever was padded and broadcast for cuDNN.
@@ -319,6 +323,18 @@ def empty_output(query: Tensor, dim_v: int) -> Tensor:
     return query.new_empty_strided(shape, stride)
 
 
+def writable_output(query: Tensor, value: Tensor, output: Tensor | None = None) -> Tensor | None:
+    """What the output of addressable tensors is laid out like, if cuDNN can write that.
+
+    Args:
+        query, value: the tensors, of which no value is read.
+        output: a tensor on ``meta`` with the layout that is wanted; None takes ours.
+    """
+    if output is None:
+        output = empty_output(without_data(query), value.shape[-1])
+    return output if addressable(output) else None
+
+
 def without_data(tensor: Tensor) -> Tensor:
     """A tensor on ``meta`` with the layout of ``tensor``."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -397,16 +413,18 @@ def outline(query: Tensor, value: Tensor, o: Options) -> Outline:
 
 
 def forward_spec(
-    inputs: Inputs, o: Options, scale: float, *, lse: bool, output: TensorSpec | None = None
+    inputs: Inputs, o: Options, scale: float, *, lse: bool, output: Tensor | None = None
 ) -> AttentionSpec:
-    """The spec of the forward graph of prepared tensors; ``output`` is its layout, if not ours."""
+    """The spec of the forward graph of prepared tensors; ``output`` has its layout, if not ours."""
     query, key, value = (layout_of(t) for t in inputs[:3])
     return AttentionSpec(
         Direction.FORWARD,
         query,
         key,
         value,
-        output=output or layout_like((*query.shape[:3], value.shape[3]), query),
+        output=layout_like((*query.shape[:3], value.shape[3]), query)
+        if output is None
+        else layout_of(output),
         scale=scale,
         bias=None if inputs.bias is None else layout_of(inputs.bias),
         causal=o.is_causal,

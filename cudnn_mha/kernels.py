@@ -16,7 +16,7 @@ from torch import Tensor
 from cudnn_mha import attention, config, reference
 from cudnn_mha.cache import plans
 from cudnn_mha.checks import ALIGNMENT, Reason
-from cudnn_mha.dispatch import PASSING, SPLITTABLE, Decision, decide
+from cudnn_mha.dispatch import SPLITTABLE, Decision, Decisions, decide
 from cudnn_mha.inputs import (
     Inputs,
     Options,
@@ -30,9 +30,7 @@ from cudnn_mha.inputs import (
     without_data,
 )
 
-_MAX_DECISIONS = 4096
-_decisions: dict[tuple[Any, ...], Decision] = {}
-plans.on_drop(_decisions.clear)
+_decisions = Decisions()
 
 
 class Arguments(NamedTuple):
@@ -111,10 +109,7 @@ def find(
     decision = _decisions.get(signature)
     if decision is None:
         decision = _decide(query, key, value, bias, arguments, gradient, bias_gradient, aten)
-        if PASSING.isdisjoint(reason.rule for reason in decision.reasons):
-            if len(_decisions) >= _MAX_DECISIONS:
-                _decisions.clear()
-            _decisions[signature] = decision
+        _decisions.keep(signature, decision)
     return decision
 
 

@@ -34,7 +34,7 @@ from torch.utils.flop_counter import register_flop_formula
 from cudnn_mha import kernels
 from cudnn_mha.attention import draw
 from cudnn_mha.checks import Reason
-from cudnn_mha.dispatch import PASSING, log_fallback
+from cudnn_mha.dispatch import TRANSIENT, log_fallback
 from cudnn_mha.errors import CudnnSdpaUnsupportedError
 from cudnn_mha.inputs import empty_output
 from cudnn_mha.kernels import Arguments
@@ -200,7 +200,7 @@ def _refused(
     """Raises, or says that PyTorch computes."""
     call = kernels.describe(query, key, value)
     # Where the other direction may find a plan, it would drop other weights than PyTorch drops.
-    one_sided = dropout_p > 0 and not PASSING.isdisjoint(reason.rule for reason in reasons)
+    one_sided = dropout_p > 0 and not TRANSIENT.isdisjoint(reason.rule for reason in reasons)
     if not fallback or one_sided:
         raise CudnnSdpaUnsupportedError(call, reasons)
     if query.is_cuda:

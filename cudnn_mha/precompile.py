@@ -23,15 +23,13 @@ from cudnn_mha.devices import Device
 from cudnn_mha.dispatch import SPLITTABLE
 from cudnn_mha.inputs import (
     Options,
-    addressable,
     backward_spec,
-    empty_output,
     forward_spec,
-    layout_of,
     outline,
     prepare,
     split,
     validate,
+    writable_output,
 )
 from cudnn_mha.plan import Refused, compile_plan
 from cudnn_mha.spec import AttentionSpec
@@ -191,11 +189,7 @@ def specs_of(
     """
     validate(query, key, value, mask, options)
     inputs = prepare(query, key, value, mask, options)
-    as_is = all(a is b for a, b in zip(inputs, (query, key, value, None), strict=False))
-    output = None
-    if as_is:
-        wish = empty_output(query, value.shape[-1])
-        output = layout_of(wish) if addressable(wish) else None
+    output = writable_output(query, value) if inputs.are(query, key, value) else None
     scale = outline(query, value, options).scale
     lse = gradient or options.return_lse
     specs = [forward_spec(inputs, options, scale, lse=lse, output=output)]

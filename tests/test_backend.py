@@ -156,7 +156,7 @@ def gpu(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     decide = functools.partial(dispatch.decide, device=devices.described("h200"))
     monkeypatch.setattr(kernels, "decide", decide)
-    monkeypatch.setattr(kernels, "_decisions", {})
+    monkeypatch.setattr(kernels, "_decisions", dispatch.Decisions())
     monkeypatch.setattr(dispatch, "find_plan", find_plan)
     monkeypatch.setattr(attention, "_run", interpret)
 

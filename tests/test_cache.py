@@ -860,7 +860,7 @@ def test_stopping_finishes_what_is_begun_and_drops_the_rest(process: Process) ->
 def test_a_decision_to_wait_is_not_kept(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call of the same signature asks again, and gets the plan."""
     monkeypatch.setattr(kernels, "decide", functools.partial(dispatch.decide, device=CARD))
-    decisions: dict[Any, Any] = {}
+    decisions = dispatch.Decisions()
     monkeypatch.setattr(kernels, "_decisions", decisions)
     q = torch.empty(2, 4, 128, 64, dtype=torch.float16, device="meta")
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
+from torch.utils.cpp_extension import CUDA_HOME
 
 from cudnn_mha import CudnnSdpaUnsupportedError, cudnn_sdpa
 from cudnn_mha.inputs import row_shift
@@ -416,7 +417,7 @@ def test_exported_program() -> None:
 
 @the_compilers_own
 def test_ahead_of_time_compiled_package(tmp_path: Path) -> None:
-    if pytest.importorskip("torch.utils.cpp_extension").CUDA_HOME is None:
+    if CUDA_HOME is None:
         pytest.skip("AOTInductor builds against CUDA's headers, which are not installed")
     path = torch._inductor.aoti_compile_and_package(
         exported(), package_path=str(tmp_path / "attention.pt2")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cudnn_mha import attention, kernels, ops, reference
+from cudnn_mha import attention, dispatch, kernels, ops, reference
 from cudnn_mha.cache import Slot
 from cudnn_mha.checks import Reason
 from cudnn_mha.dispatch import Decision
@@ -518,7 +518,7 @@ def test_what_may_not_hold_next_time_is_not_kept(
 
 def test_decisions_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options()
-    monkeypatch.setattr(kernels, "_MAX_DECISIONS", 3)
+    monkeypatch.setattr(dispatch, "MAX_DECISIONS", 3)
     monkeypatch.setattr(
         kernels, "_decide", lambda q, k, v, *_: Decision(options, outline(q, v, options))
     )
