@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     *,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    bottom_right: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
     dropout_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -29,15 +37,22 @@ def attention(
 
     For query row ``i`` of query head ``h``, with ``k`` and ``v`` the key and value heads it uses::
 
-        s[j] = scale * <q[i], k[j]> + bias[i, j]      -inf where the mask hides key j
-        lse  = log(sum_j exp(s[j]))                   natural logarithm
+        d(i, j) = i + shift - j       shift = len_kv - len_q if bottom_right, else 0
+        p[j] = scale * <q[i], k[j]>
+        c[j] = softcap * tanh(p[j] / softcap)         p[j] without a softcap
+        s[j] = c[j] + bias[i, j] - alibi_slopes[h] * |d(i, j)|    -inf where key j is hidden
+        lse  = log(exp(sinks[h]) + sum_j exp(s[j]))   natural logarithm
         out  = sum_j exp(s[j] - lse) * drop[i, j] * v[j]
 
     This is eq. 1 of Vaswani et al., "Attention Is All You Need" (2017), with the masks of its
     section 3.2.3; grouped heads as in Ainslie et al., "GQA" (2023): head ``h`` reads key head
     ``h // (Hq // Hk)`` and value head ``h // (Hq // Hv)``. ``drop`` is 0 or ``1 / (1 - dropout_p)``
-    (Srivastava et al., "Dropout", 2014, scaled while training). A row that may attend to no key
-    gives zeros, an LSE of -inf, and zero gradients. Autograd differentiates both results.
+    (Srivastava et al., "Dropout", 2014, scaled while training). Alignment and window are counted
+    as by FlashAttention (Dao, 2023), which also made ALiBi (Press et al., "Train Short, Test
+    Long", 2022) symmetric in ``d``; softcap as in "Gemma 2" (2024); sinks after Xiao et al.,
+    "Efficient Streaming Language Models with Attention Sinks" (2024), learned as in gpt-oss.
+    A row that may attend to nothing gives zeros, an LSE of -inf, and zero gradients; with a sink
+    it gives zeros and the sink as LSE. Autograd differentiates both results.
 
     Args:
         query: ``(..., Hq, Sq, Dqk)``. The leading batch dimensions of all inputs broadcast.
@@ -46,8 +61,20 @@ def attention(
         attn_mask: broadcastable to ``(..., Hq, Sq, Skv)``. Boolean: True = attend. Floating
             point: the bias, added in the compute dtype; -inf there hides the key.
         dropout_p: probability of dropping a weight, from 0 to 1. The LSE never includes dropout.
-        is_causal: row ``i`` attends to keys ``j <= i`` (top-left, also where ``Sq != Skv``).
+        is_causal: hides keys with ``d(i, j) < 0``.
         scale: factor on the products; ``1 / sqrt(Dqk)`` by default.
+        seq_lens_q, seq_lens_kv: integer, broadcastable to the batch dimensions, ``(B,)`` for 4-D
+            inputs: how many leading rows of query, or of key and value, are real; from 0 to their
+            length, which is not checked (that would wait for the device), and all by default.
+            Later rows are padding: whatever they, a bias there and their upstream gradients
+            hold, NaN and inf included, they take no part; their outputs are zeros, their LSE is
+            -inf, and all gradients there are zeros.
+        bottom_right: aligns causality, window and ALiBi with the last real query and key.
+        window: ``(left, right)``: hides keys with ``d > left`` and ``d < -right``; -1 = open.
+        softcap: above 0, bounds the scaled products.
+        alibi_slopes: ``(Hq,)`` floating point, such as `alibi_slopes` gives.
+        sinks: ``(Hq,)`` floating point: logits that take part in every row's softmax but carry
+            no value.
         compute_dtype: dtype of all arithmetic; default float32, or float64 for a float64 query.
             Autocast does not change it; torch's float32 matmul precision settings do apply.
         dropout_mask: boolean, broadcastable like ``attn_mask``, True = keep: used in place of a
@@ -61,7 +88,8 @@ def attention(
     Raises:
         ValueError: for arguments that do not fit together.
     """
-    _check(query, key, value, attn_mask, dropout_p, is_causal, dropout_mask)
+    _check(query, key, value, attn_mask, dropout_p, dropout_mask)
+    _check_options(query.size(-3), seq_lens_q, seq_lens_kv, window, softcap, alibi_slopes, sinks)
     dtype = compute_dtype or torch.promote_types(query.dtype, torch.float32)
     heads, queries, head_dim = query.shape[-3:]
     keys = key.size(-2)
@@ -69,6 +97,20 @@ def attention(
     score_shape = torch.Size((*batch, heads, queries, keys))
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+    scoring = _Scoring(
+        score_shape,
+        query.device,
+        attn_mask,
+        is_causal,
+        seq_lens_q,
+        seq_lens_kv,
+        bottom_right,
+        window,
+        softcap,
+        alibi_slopes,
+    )
+    real_queries, real_keys = scoring.real_queries(), scoring.real_keys()
+    key, value = _only(real_keys, key), _only(real_keys, value)
 
     # Autocast would silently compute the products in half precision. It does not know "meta".
     exact: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -76,25 +118,26 @@ def attention(
         exact = torch.autocast(query.device.type, enabled=False)
     with exact:
         # Scaling the query, not the scores: linear work, and no overflow that the scale prevents.
-        q = (query.to(dtype) * scale).expand(*batch, heads, queries, head_dim)
-        scores = q @ _per_query_head(key.to(dtype), heads).mT
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = torch.where(_expand("attn_mask", attn_mask, score_shape), scores, -math.inf)
-        elif attn_mask is not None:
-            scores = scores + _expand("attn_mask", attn_mask.to(dtype), score_shape)
-        if is_causal:
-            past = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
-            scores = torch.where(past, scores, -math.inf)
+        q = _only(real_queries, query).to(dtype) * scale
+        q = q.expand(*batch, heads, queries, head_dim)
+        scores = scoring.scores(q @ _per_query_head(key.to(dtype), heads).mT)
+        sink = None if sinks is None else sinks.to(dtype).view(heads, 1, 1)
 
         # Neither result depends on the shift, so it needs no gradient. Rows without a key shift
         # by zero: -inf minus -inf would be NaN. amax refuses to reduce zero keys.
-        shift = scores.new_zeros(*score_shape[:-1], 1)
+        peak = scores.new_full((*score_shape[:-1], 1), -math.inf)
         if keys:
             peak = scores.detach().amax(-1, keepdim=True)
-            shift = peak.masked_fill(peak == -math.inf, 0.0)
+        if sink is not None:
+            peak = torch.maximum(peak, sink.detach())
+        shift = peak.masked_fill(peak == -math.inf, 0.0)
         weights = (scores - shift).exp()
         total = weights.sum(-1, keepdim=True)
-        hidden = total == 0  # no key to attend to: otherwise the largest weight is exactly 1
+        if sink is not None:
+            total = total + (sink - shift).exp()
+        hidden = total == 0  # nothing to attend to: otherwise the largest term is exactly 1
+        if real_queries is not None:
+            hidden = hidden | ~real_queries  # padding has no sink either
         total = total.masked_fill(hidden, 1.0)  # so that no gradient divides zero by zero
         lse = (shift + total.log()).masked_fill(hidden, -math.inf).squeeze(-1)
 
@@ -105,6 +148,7 @@ def attention(
         # Normalizing after the product is linear work, too. Where p is 1 nothing may be left.
         out = weights @ _per_query_head(value.to(dtype), heads) / total
         out = out * (1.0 / (1.0 - dropout_p) if dropout_p < 1 else 0.0)
+        out = _only(real_queries, out)  # zeros already: this keeps upstream NaN from flowing back
 
     out = _in_dimension_order(out, query.expand(*batch, heads, queries, head_dim))
     out = out.to(query.dtype if compute_dtype is None else compute_dtype)
@@ -123,61 +167,208 @@ def gradients(
     is_causal: bool = False,
     scale: float | None = None,
     *,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    bottom_right: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
     dropout_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     r"""Gradients of `attention` from what its forward left, without autograd.
 
-    With ``w = exp(s - lse)`` and ``drop`` as there::
+    With ``p``, ``s`` and ``drop`` as there, and ``w = exp(s - lse)``::
 
         d_value[j] = sum_i w[i, j] * drop[i, j] * d_out[i]
         d_score[i, j] = w[i, j] * (drop[i, j] * <d_out[i], v[j]> - <d_out[i], out[i]>)
-        d_query[i] = scale * sum_j d_score[i, j] * k[j]
-        d_key[j] = scale * sum_i d_score[i, j] * q[i]
+        d_product[i, j] = d_score[i, j] * (1 - tanh(p[i, j] / softcap)^2)
+        d_query[i] = scale * sum_j d_product[i, j] * k[j]
+        d_key[j] = scale * sum_i d_product[i, j] * q[i]
+        d_sink[h] = -sum_i exp(sink[h] - lse[i]) * <d_out[i], out[i]>
 
     as in Dao et al., "FlashAttention" (2022), appendix B.2; heads that share a key or value head
-    add up.
+    add up. A sink is a key whose value is zero, and the sum of ``d_sink`` runs over the batch, too.
 
     Args:
         grad_output: ``(..., Hq, Sq, Dv)``.
-        query, key, value, attn_mask, dropout_p, is_causal, scale, compute_dtype: as there.
-        output, lse: what `attention` returned.
+        query, key, value, attn_mask, dropout_p, is_causal, scale, seq_lens_q, seq_lens_kv,
+            bottom_right, window, softcap, alibi_slopes, sinks, compute_dtype: as there.
+        output, lse: what `attention` returned; of padding they are not read.
         dropout_mask: the weights that were kept; needed where dropout_p is above 0.
 
     Returns:
-        The gradients of query, key and value in their shapes and that of the scores,
-        ``(..., Hq, Sq, Skv)``, all in the compute dtype.
+        The gradients of query, key and value in their shapes and ``d_score``, the gradient of a
+        bias of the scores' shape ``(..., Hq, Sq, Skv)``; where sinks are given, a fifth, theirs
+        ``(Hq,)``. All in the compute dtype.
     """
     dtype = compute_dtype or torch.promote_types(query.dtype, torch.float32)
     heads, queries, head_dim = query.shape[-3:]
-    keys = key.size(-2)
+    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    q, up, out = (t.to(dtype) for t in (query, grad_output, output))
-    k, v = (_per_query_head(t.to(dtype), heads) for t in (key, value))
-    scores = (q * scale) @ k.mT
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = torch.where(_expand("attn_mask", attn_mask, scores.shape), scores, -math.inf)
-    elif attn_mask is not None:
-        scores = scores + _expand("attn_mask", attn_mask.to(dtype), scores.shape)
-    if is_causal:
-        past = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
-        scores = torch.where(past, scores, -math.inf)
+    scoring = _Scoring(
+        torch.Size((*batch, heads, queries, key.size(-2))),
+        query.device,
+        attn_mask,
+        is_causal,
+        seq_lens_q,
+        seq_lens_kv,
+        bottom_right,
+        window,
+        softcap,
+        alibi_slopes,
+    )
+    real_queries, real_keys = scoring.real_queries(), scoring.real_keys()
+    q, up, out = (_only(real_queries, t).to(dtype) for t in (query, grad_output, output))
+    k, v = (_per_query_head(_only(real_keys, t).to(dtype), heads) for t in (key, value))
+    products = (q * scale) @ k.mT
+    scores = scoring.scores(products)
+    lse = lse.to(dtype).unsqueeze(-1)
     empty = lse == -math.inf
-    weights = (scores - lse.to(dtype).masked_fill(empty, math.inf).unsqueeze(-1)).exp()
+    if real_queries is not None:
+        empty = empty | ~real_queries
+    lse = lse.masked_fill(empty, math.inf)
+    weights = (scores - lse).exp()
     kept = weights
     back = up @ v.mT
     if dropout_mask is not None:
         drop = _expand("dropout_mask", dropout_mask, scores.shape).to(dtype)
         drop = drop * (1.0 / (1.0 - dropout_p) if dropout_p < 1 else 0.0)
         kept, back = weights * drop, back * drop
-    grad_scores = weights * (back - (up * out).sum(-1, keepdim=True))
-    return (
-        scale * (grad_scores @ k),
-        _per_own_head(scale * (grad_scores.mT @ q), key),
+    along = (up * out).sum(-1, keepdim=True)
+    grad_scores = weights * (back - along)
+    grad_products = grad_scores
+    if softcap is not None:
+        grad_products = grad_scores * (1.0 - (products / softcap).tanh().square())
+    found = (
+        scale * (grad_products @ k),
+        _per_own_head(scale * (grad_products.mT @ q), key),
         _per_own_head(kept.mT @ up, value),
         grad_scores,
     )
+    if sinks is None:
+        return found
+    grad_sinks = -(sinks.to(dtype).view(heads, 1, 1) - lse).exp() * along
+    return *found, grad_sinks.sum((-2, -1)).sum_to_size(heads)
+
+
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
+    """The slopes of ALiBi's biases for a number of heads.
+
+    Press et al., "Train Short, Test Long" (2022), section 3: ``2^(-8 k / n)``, ``k = 1 ... n``, for
+    ``n`` heads, a power of two. For other numbers their published code takes those of the power of
+    two below, and then every second of those of the power of two above.
+
+    Args:
+        heads: number of query heads, at least 1.
+        device: where the result lies.
+
+    Returns:
+        The slopes ``(heads,)`` in float32.
+
+    Raises:
+        ValueError: for less than one head.
+    """
+    if heads < 1:
+        raise ValueError(f"`heads` must be at least 1, got {heads}; give the query's heads.")
+    below = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * k / below) for k in range(1, below + 1)]
+    between = [2.0 ** (-4.0 * k / below) for k in range(1, 2 * below + 1, 2)]
+    return torch.tensor((slopes + between)[:heads], dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """How products become scores, and which rows are real: the same forward and backward.
+
+    Attributes:
+        shape: of the scores, ``(..., Hq, Sq, Skv)``.
+        device: of the scores.
+        attn_mask, is_causal, seq_lens_q, seq_lens_kv, bottom_right, window, softcap,
+            alibi_slopes: as in `attention`.
+    """
+
+    shape: torch.Size
+    device: torch.device
+    attn_mask: Tensor | None
+    is_causal: bool
+    seq_lens_q: Tensor | None
+    seq_lens_kv: Tensor | None
+    bottom_right: bool
+    window: tuple[int, int] | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+
+    def scores(self, products: Tensor) -> Tensor:
+        """The scaled products, capped, biased, and -inf where the key is hidden."""
+        scores = products
+        if self.softcap is not None:
+            scores = self.softcap * (scores / self.softcap).tanh()
+        bias = self.attn_mask
+        if bias is not None and bias.dtype != torch.bool:
+            scores = scores + _expand("attn_mask", bias.to(scores.dtype), self.shape)
+        if self.alibi_slopes is not None:
+            rows, columns = self._positions()
+            slopes = self.alibi_slopes.to(scores.dtype).view(-1, 1, 1)
+            scores = scores - slopes * (rows - columns).abs()
+        # Last, so that nothing in the padding of a bias gets past it.
+        for visible in self._visible():
+            scores = torch.where(visible, scores, -math.inf)
+        return scores
+
+    def real_queries(self) -> Tensor | None:
+        """``(..., 1, Sq, 1)``: False in padding; None where there is none."""
+        return self._real("seq_lens_q", self.seq_lens_q, self.shape[-2])
+
+    def real_keys(self) -> Tensor | None:
+        """``(..., 1, Skv, 1)``: False in padding; None where there is none."""
+        return self._real("seq_lens_kv", self.seq_lens_kv, self.shape[-1])
+
+    def _visible(self) -> list[Tensor]:
+        """Masks, True = attend; each broadcasts to the scores."""
+        masks = []
+        if self.attn_mask is not None and self.attn_mask.dtype == torch.bool:
+            masks.append(_expand("attn_mask", self.attn_mask, self.shape))
+        queries, keys = self.real_queries(), self.real_keys()
+        if queries is not None:
+            masks.append(queries)
+        if keys is not None:
+            masks.append(keys.mT)
+        left, right = self.window or (-1, -1)
+        rows, columns = self._positions()
+        if self.is_causal:
+            masks.append(columns <= rows)
+        if left >= 0:
+            masks.append(columns >= rows - left)
+        if right >= 0:
+            masks.append(columns <= rows + right)
+        return masks
+
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        """``i + shift``, ``(Sq, 1)``, or ``(..., 1, Sq, 1)`` by lengths; and ``j``, ``(Skv,)``."""
+        queries, keys = self.shape[-2:]
+        rows = torch.arange(queries, device=self.device)[:, None]
+        columns = torch.arange(keys, device=self.device)
+        if not self.bottom_right:
+            return rows, columns
+        ends: list[int | Tensor] = [queries, keys]
+        for place, lens in enumerate((self.seq_lens_q, self.seq_lens_kv)):
+            if lens is not None:
+                ends[place] = lens.long()[..., None, None, None]
+        return rows + (ends[1] - ends[0]), columns
+
+    def _real(self, name: str, lens: Tensor | None, length: int) -> Tensor | None:
+        if lens is None:
+            return None
+        lens = _expand(name, lens, self.shape[:-3])[..., None, None, None]
+        return torch.arange(length, device=self.device)[:, None] < lens
+
+
+def _only(real: Tensor | None, tensor: Tensor) -> Tensor:
+    """Zeros in place of padding, in the tensor and in its gradient, even where that is NaN."""
+    return tensor if real is None else torch.where(real, tensor, 0.0)
 
 
 def _per_own_head(tensor: Tensor, own: Tensor) -> Tensor:
@@ -222,7 +413,6 @@ def _check(
     value: Tensor,
     attn_mask: Tensor | None,
     dropout_p: float,
-    is_causal: bool,
     dropout_mask: Tensor | None,
 ) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -243,10 +433,6 @@ def _check(
             f"`key` must be of the value's length {value.size(-2)} and the query's head dimension "
             f"{query.size(-1)}, got {length} and {head_dim}; make them agree."
         )
-    if attn_mask is not None and is_causal:
-        raise ValueError(
-            "`attn_mask` must be None where `is_causal` is True, got both; mask the future in it."
-        )
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         if not attn_mask.is_floating_point():
             raise ValueError(
@@ -259,4 +445,34 @@ def _check(
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(
             f"`dropout_p` must be from 0 to 1, got {dropout_p}; give the probability of a drop."
+        )
+
+
+def _check_options(
+    heads: int,
+    seq_lens_q: Tensor | None,
+    seq_lens_kv: Tensor | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    for name, lens in (("seq_lens_q", seq_lens_q), ("seq_lens_kv", seq_lens_kv)):
+        if lens is not None and (
+            lens.is_floating_point() or lens.is_complex() or lens.dtype == torch.bool
+        ):
+            raise ValueError(f"`{name}` must be integers, got {lens.dtype}; convert it.")
+    for name, logits in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if logits is not None and (logits.shape != (heads,) or not logits.is_floating_point()):
+            raise ValueError(
+                f"`{name}` must be floating point of shape ({heads},), got {logits.dtype} of "
+                f"{tuple(logits.shape)}; give one number per query head."
+            )
+    if window is not None and (len(window) != 2 or min(window) < -1):
+        raise ValueError(
+            f"`window` must be (left, right), each at least -1, got {window}; -1 leaves it open."
+        )
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise ValueError(
+            f"`softcap` must be above 0 and finite, got {softcap}; None leaves scores uncapped."
         )

@@ -471,7 +471,6 @@ def test_dropping_everything(given: Tensor | None) -> None:
 @pytest.mark.parametrize(
     "changes,name",
     [
-        ({"attn_mask": torch.ones(SQ, SKV, dtype=torch.bool), "is_causal": True}, "attn_mask"),
         ({"attn_mask": torch.ones(SQ, SKV, dtype=torch.int32)}, "attn_mask"),
         ({"attn_mask": torch.zeros(3, B, H, SQ, SKV)}, "attn_mask"),
         ({"attn_mask": torch.zeros(SQ, SKV - 1)}, "attn_mask"),
@@ -511,18 +510,16 @@ def same_as_autograd(
         bias = scores_bias + mask
     elif mask is not None:
         bias = torch.where(mask, scores_bias, -math.inf)
-    if options.get("is_causal"):
-        past = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
-        bias = torch.where(past, bias, -math.inf)
     upstream = normal(*q.shape[:-1], v.size(-1), grad=False)
     out, lse = oracle(q, k, v, mask, **options)
     got = reference.gradients(
         upstream, q, k, v, out.detach(), lse.detach(), mask, compute_dtype=torch.float64, **options
     )
-    # A bias of zeros shows the gradients of the scores; it says what mask and causality say.
-    shown, _ = oracle(q, k, v, bias, **{**options, "is_causal": False})
+    # A bias of zeros shows the gradients of the scores; it says what the mask says.
+    shown, _ = oracle(q, k, v, bias, **options)
     equal(shown, out)
-    want = torch.autograd.grad(shown, (q, k, v, scores_bias), upstream)
+    sinks = [options["sinks"]] if options.get("sinks") is not None else []
+    want = torch.autograd.grad(shown, (q, k, v, scores_bias, *sinks), upstream)
     equal(torch.autograd.grad(out, (q, k, v), upstream), want[:3])
     equal(tuple(t.detach() for t in got), want)
     return got
