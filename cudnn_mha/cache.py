@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from cudnn_mha import config, runtime
+from cudnn_mha.autotune import tuned_plan
 from cudnn_mha.checks import Reason
 from cudnn_mha.devices import Device
 from cudnn_mha.plan import Plan, Refused, compile_plan, load_plan
@@ -403,7 +404,12 @@ def stored(key: PlanKey, slot: Slot) -> Entry:
     return Entry(key.to_dict(), plan.engine, plan.workspace, None, plan.to_bytes())
 
 
-plans = PlanCache(load=_load, save=_save)
+def _build(spec: AttentionSpec, device: Device, workspace_limit: int | None) -> Plan:
+    make = tuned_plan if config.settings().autotune else compile_plan
+    return make(spec, device, workspace_limit)
+
+
+plans = PlanCache(build=_build, load=_load, save=_save)
 """The cache of this process."""
 
 runtime.on_exit(plans.cache_clear)

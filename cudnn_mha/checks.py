@@ -23,6 +23,9 @@ MAX_GRID = 65535
 MAX_INDEX = 2**31
 """Elements that a 32-bit signed index reaches."""
 
+MAX_ELEMENTS = 2**48
+"""More elements of one tensor than any GPU's memory holds."""
+
 ALIGNMENT = 16
 """Bytes that base pointers and row strides must be a multiple of."""
 
@@ -96,7 +99,20 @@ HAZARDS = (
             spec.backward
             and device.sm == 90
             and (spec.seq_q % 128 != 0 or spec.seq_kv % 128 != 0)
-            and not spec.padding
+            and not (spec.padding or spec.lengths or spec.modified)
+        ),
+        remedied=lambda spec: dataclasses.replace(spec, padding=True),
+    ),
+    Hazard(
+        name="past_the_keys",
+        condition="Sq > Skv with a left bound or the bottom right diagonal",
+        remedy="a padding mask that states the full lengths",
+        cost="an unknown amount: there is no plan without it",
+        source="cuDNN 9.24 refuses such a graph that is told no lengths",
+        applies=lambda spec, device: (
+            spec.seq_q > spec.seq_kv
+            and (spec.bottom_right or spec.left is not None)
+            and not (spec.padding or spec.lengths or spec.modified)
         ),
         remedied=lambda spec: dataclasses.replace(spec, padding=True),
     ),
@@ -144,6 +160,46 @@ HAZARDS = (
         remedy="the backward is given a log-sum-exp of +inf for such rows, so all weights are 0",
         cost="one pass over the log-sum-exp, (B, Hq, Sq) float32",
         source=f"{_H200}: NaN gradients for Sq = 1 and Skv % 128 == 64, garbage for Skv = 1",
+    ),
+    Hazard(
+        name="padding_read",
+        condition="padded sequences whose padding holds NaN or infinity",
+        remedy="the tensors are described as ragged, which reads no padding; where that is not "
+        "known to help, copies with zeros there are read",
+        cost="3 to 20 % of the device time, measured by shape; three copies elsewhere",
+        source=f"{_H200}: NaN throughout the output and gradients of such sequences, since weights "
+        "of 0 are multiplied with it",
+    ),
+    Hazard(
+        name="skipped_sequences",
+        condition="sequences without queries or without keys, and what lies behind a sequence",
+        remedy="output and gradients are made zero beforehand",
+        cost="one write of each, about 5 % of the device time",
+        source=f"{_H200}: ragged graphs leave such rows as they were",
+    ),
+    Hazard(
+        name="ragged_single_query",
+        condition="ragged tensors with at most one query for each sequence",
+        remedy="the graph is made for more queries, where log-sum-exp or gradients are wanted",
+        cost="not measured",
+        source=f"{_H200}: log-sum-exp off by 2.4 and gradients by 70 % with grouped heads; "
+        "NVIDIA/cudnn-frontend#1083",
+    ),
+    Hazard(
+        name="bounded_workspace",
+        condition="a ragged backward with a bound on all tokens, query not packed densely",
+        remedy="the query is copied",
+        cost="one copy of the query",
+        source=f"{_H200}: the query's gradient is wrong by 100 %",
+    ),
+    Hazard(
+        name="score_operations",
+        condition="soft cap or ALiBi by operations of our own on the scores, with masks",
+        remedy="always two masks, and no index below 0; beside lengths the call is refused",
+        cost="none",
+        source=f"{_H200}: one mask alone does not compile; with a negative index all keys are "
+        "hidden; of an operand with one entry for each sequence kernels read the wrong one, and "
+        "with a third mask they read memory that is not theirs",
     ),
     Hazard(
         name="launch_grid",
@@ -206,7 +262,7 @@ def _layouts(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reas
                 "last_stride",
                 f"{name} must have stride 1 in its last dimension, got strides {tensor.stride}",
             )
-        if name in ("bias", "grad_bias"):
+        if name in ("bias", "grad_bias", "page_table"):
             continue
         item = ITEM_SIZE.get(tensor.dtype, 2)
         rows = zip(tensor.shape[:-1], tensor.stride[:-1], strict=True)
@@ -238,6 +294,12 @@ def _sizes(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason
                 f"{name} must be at most {MAX_GRID}, got {size}; split the call",
                 Kind.WRONG,
             )
+    sizes = {"the length of query": spec.seq_q, "the length of key and value": spec.seq_kv}
+    sizes |= {"the head dimension of query and key": spec.dim_qk}
+    sizes |= {"the head dimension of value": spec.dim_v}
+    for name, size in sizes.items():
+        if size >= MAX_INDEX:
+            yield Reason("size", f"{name} must be below 2^31, got {size}; make it smaller")
     if spec.backward:
         if spec.seq_q == spec.seq_kv == 1:
             yield Reason("single_token", "the backward needs Sq > 1 or Skv > 1, got Sq = Skv = 1")
@@ -316,6 +378,31 @@ def _exclusive(spec: AttentionSpec, device: Device, version: int) -> Iterator[Re
         yield Reason("exclusive", f"{this} takes no dropout with head dimensions (256, 256)")
 
 
+def _sinks(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason]:
+    if spec.sinks and not spec.backward and spec.seq_q == 1:
+        yield Reason(
+            "sinks_single_query", "sinks need a graph for Sq > 1, got Sq = 1; drop the sinks"
+        )
+
+
+def _score_operations(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason]:
+    if not (spec.modified and (spec.lengths or spec.padding)):
+        return
+    told = "kernels take no lengths there, and read those that are told otherwise wrong"
+    if spec.softcap:
+        message = f"a soft cap is not served beside lengths: {told}; drop the one or the other"
+        yield Reason("score_operations", message, Kind.WRONG)
+    if spec.slopes:
+        message = "ALiBi is served beside lengths only causal from the top left corner with the "
+        message += f"paper's slopes: {told}; make it so, or drop the lengths"
+        yield Reason("score_operations", message, Kind.WRONG)
+
+
+def _pages(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason]:
+    if spec.page_table is not None and spec.key.shape[2] & (spec.key.shape[2] - 1):
+        yield Reason("page_size", f"page sizes must be powers of two, got {spec.key.shape[2]}")
+
+
 def _known_wrong(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason]:
     bad_decode = 91900 <= version <= 92500 and version != 92401
     if spec.seq_q == 1 and device.sm // 10 in (10, 11) and bad_decode:
@@ -336,5 +423,8 @@ _RULES = (
     _dropout,
     _single_key,
     _exclusive,
+    _sinks,
+    _score_operations,
+    _pages,
     _known_wrong,
 )

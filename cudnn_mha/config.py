@@ -29,6 +29,10 @@ PLANS = "TORCH_CUDNN_MHA_PLANS"
 RECORD = "TORCH_CUDNN_MHA_RECORD"
 BUILD = "TORCH_CUDNN_MHA_BUILD"
 
+LENGTHS = "TORCH_CUDNN_MHA_LENGTHS"
+AUTOTUNE = "TORCH_CUDNN_MHA_AUTOTUNE"
+
+LENGTH_MODES = ("auto", "exact", "bucketed")
 BUILD_MODES = ("now", "background", "never")
 
 VARIABLES = {
@@ -56,6 +60,15 @@ VARIABLES = {
         "When a plan that is not there yet is compiled: now (default), background (PyTorch "
         "computes until it is there) or never."
     ),
+    LENGTHS: (
+        "What lengths plans are made for: exact, for every length its own; bucketed, one plan for "
+        "all lengths up to the next power of two, where that is exact; auto (default), bucketed "
+        "once a few lengths of otherwise equal calls were met."
+    ),
+    AUTOTUNE: (
+        "1 times all of cuDNN's plans for a call the first time and keeps the fastest, in the "
+        "folder too; 0 or unset takes the first."
+    ),
 }
 
 # Read by cuDNN's frontend while it expands a graph, so a plan depends on it.
@@ -78,6 +91,8 @@ class Settings:
     plans: tuple[Path, ...]
     record: str | None
     build: str
+    lengths: str
+    autotune: bool
 
 
 current: Settings | None = None
@@ -102,6 +117,8 @@ def settings() -> Settings:
         plans=tuple(Path(p) for p in os.environ.get(PLANS, "").split(os.pathsep) if p),
         record=os.environ.get(RECORD) or None,
         build=_one_of(BUILD, BUILD_MODES),
+        lengths=_one_of(LENGTHS, LENGTH_MODES),
+        autotune=_flag(AUTOTUNE),
     )
     return current
 
@@ -113,8 +130,9 @@ def reload() -> Settings:
 
 
 def plan_environment() -> tuple[str, ...]:
-    """Values of the variables outside this package that change what cuDNN builds."""
-    return (os.environ.get(DP_WORKSPACE_LIMIT, ""),)
+    """What changes which plan is built for a spec, besides versions."""
+    outside = os.environ.get(DP_WORKSPACE_LIMIT, "")
+    return (outside, "autotuned") if settings().autotune else (outside,)
 
 
 def version_text(version: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ import torch
 from cudnn_mha import runtime
 from cudnn_mha.checks import Reason
 from cudnn_mha.devices import Device
-from cudnn_mha.graph_builder import Uid, build_graph, operands
+from cudnn_mha.graph_builder import Uid, constants, operands, propose_plans
 from cudnn_mha.spec import AttentionSpec
+
+_DTYPES = {"int32": torch.int32, "float32": torch.float32}
 
 
 class Refused(Exception):
@@ -32,6 +34,7 @@ class Plan:
         device: what it was built for.
         engine: cuDNN's name for the engine and its knobs.
         workspace: bytes of scratch device memory that one run needs.
+        takes: the operands that a run is given, in this order.
     """
 
     def __init__(
@@ -52,21 +55,28 @@ class Plan:
         self._cpp_index = index
         self._pack = struct.Struct(f"{len(ids)}Q").pack_into
         self._count = len(ids)
-        self._lengths = self._full_lengths() if spec.padding and not device.described else ()
+        self._constants = self._make_constants()
+        self.takes = tuple(uid for uid in ids if uid not in constants(spec))
+        self._own = [(ids.index(uid), t.data_ptr()) for uid, t in self._constants.items()]
         _alive.add(self)
-        self._own = [t.data_ptr() for t in self._lengths]
-        self._own_at = ids.index(Uid.SEQ_LEN_Q) if spec.padding else 0
 
-    def _full_lengths(self) -> tuple[torch.Tensor, ...]:
-        """The lengths that the padding mask states, made once: they never change."""
-        spec = self.spec
-        lengths = tuple(
-            torch.full((spec.batch,), length, dtype=torch.int32, device=f"cuda:{self.device.index}")
-            for length in (spec.seq_q, spec.seq_kv)
-        )
-        # Any stream may run the plan, and none of them knows the stream that filled these.
-        torch.cuda.current_stream(self.device.index).synchronize()
-        return lengths
+    def _make_constants(self) -> dict[Uid, torch.Tensor]:
+        """The operands that never change, made once."""
+        wanted = constants(self.spec)
+        if self.device.described or not wanted:
+            return {}
+
+        def make() -> dict[Uid, torch.Tensor]:
+            device = f"cuda:{self.device.index}"
+            made = {
+                uid: torch.full(layout.shape, value, dtype=_DTYPES[layout.dtype], device=device)
+                for uid, (layout, value) in wanted.items()
+            }
+            # Any stream may run the plan, and none of them knows the stream that filled these.
+            torch.cuda.current_stream(self.device.index).synchronize()
+            return made
+
+        return runtime.outside_pools(make)
 
     def to_bytes(self) -> bytes:
         """The plan for another process: see `load_plan`."""
@@ -77,15 +87,17 @@ class Plan:
 
         Args:
             addresses: device addresses of the operands in the order of `operands`, without the
-                lengths of the padding mask, which the plan keeps itself.
+                `constants`, which the plan keeps itself.
             stream: raw stream of the plan's device.
 
         Raises:
             torch.OutOfMemoryError: the workspace cannot be allocated.
         """
         if self._own:
-            at = self._own_at
-            addresses = [*addresses[:at], *self._own, *addresses[at:]]
+            runtime.keep_for_captures(self)
+            addresses = list(addresses)
+            for at, address in self._own:
+                addresses.insert(at, address)
         assert self.device.index is not None
         lease = runtime.lease(self.device.index, stream)
         self._pack(lease.buffer, 0, *addresses)
@@ -123,22 +135,33 @@ def compile_plan(spec: AttentionSpec, device: Device, workspace_limit: int | Non
     Raises:
         Refused: cuDNN has no plan for the spec, or none within the limit.
     """
-    cudnn = runtime.library()
-    unsupported = cudnn.cudnnGraphNotSupportedError
-    try:
-        graph = build_graph(spec, device)
-        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        graph.check_support()
-    except unsupported as error:
-        raise Refused(Reason("cudnn", _words(error))) from None
+    return next(compile_plans(spec, device, workspace_limit))
+
+
+def compile_plans(
+    spec: AttentionSpec, device: Device, workspace_limit: int | None = None
+) -> Iterator[Plan]:
+    """The plans that build, in cuDNN's heuristic order, each on a graph of its own.
+
+    Args:
+        spec, device, workspace_limit: as for `compile_plan`.
+
+    Raises:
+        Refused: there is none.
+    """
+    unsupported = runtime.library().cudnnGraphNotSupportedError
     failures = []
     needed = []
-    for index, candidate in enumerate(graph.plans):
+    found = index = 0
+    graph = _proposed(spec, device)
+    while index < len(graph.plans):
+        candidate = graph.plans[index]
+        name = str(graph.get_plan_name_at_index(index))
+        index += 1
         if candidate.cpp_index is None:
             continue  # an engine of the frontend's own, which brings its own compiler
-        name = str(graph.get_plan_name_at_index(index))
         try:
-            graph.build_plan_at_index(index)
+            graph.build_plan_at_index(index - 1)
         except unsupported as error:
             failures.append(f"{name}: {_words(error)}")
             continue
@@ -146,7 +169,11 @@ def compile_plan(spec: AttentionSpec, device: Device, workspace_limit: int | Non
         if workspace_limit is not None and workspace > workspace_limit:
             needed.append(workspace)
             continue
-        return Plan(spec, device, graph, name, candidate.cpp_index)
+        found += 1
+        yield Plan(spec, device, graph, name, candidate.cpp_index)
+        graph = _proposed(spec, device)  # a graph runs and stores the plan that was built last
+    if found:
+        return
     if needed:
         raise Refused(
             Reason(
@@ -157,6 +184,13 @@ def compile_plan(spec: AttentionSpec, device: Device, workspace_limit: int | Non
         )
     detail = "; ".join(failures) or "it proposed none"
     raise Refused(Reason("cudnn", f"no plan of cuDNN's builds: {detail}"))
+
+
+def _proposed(spec: AttentionSpec, device: Device) -> Any:
+    try:
+        return propose_plans(spec, device)
+    except runtime.library().cudnnGraphNotSupportedError as error:
+        raise Refused(Reason("cudnn", _words(error))) from None
 
 
 def load_plan(spec: AttentionSpec, device: Device, engine: str, data: bytes) -> Plan:

@@ -8,8 +8,9 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -159,6 +160,28 @@ free: Callable[[int], None] = getattr(
 """Gives it back; work already queued on the stream may still use it."""
 
 
+Made = TypeVar("Made")
+
+
+def outside_pools(make: Callable[[], Made]) -> Made:
+    """What ``make`` gives, which may keep device memory for as long as it likes.
+
+    It runs on a thread of its own: what this one allocates may lie in the pool of a CUDA graph,
+    where PyTorch lets nothing live on but the graph's results.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+
+
+_captured: list[object] = []
+
+
+def keep_for_captures(held: object) -> None:
+    """Keeps what holds device memory for good, if a CUDA graph that reads it is being captured."""
+    if torch.cuda.is_current_stream_capturing() and held not in _captured:
+        _captured.append(held)
+
+
 def on_exit(release: Callable[[], None]) -> None:
     """Runs ``release`` at interpreter exit, the last registered first, before the handles go."""
     _at_exit.append(release)
@@ -169,6 +192,7 @@ def _release() -> None:
     # The frontend reports whatever of its objects outlives the interpreter.
     for release in reversed(_at_exit):
         release()
+    _captured.clear()
     _leases.__dict__.clear()
     _idle.clear()
     while _all_handles:

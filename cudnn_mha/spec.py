@@ -59,14 +59,32 @@ class AttentionSpec:
         output: ``(B, Hq, Sq, Dv)``.
         scale: factor on the scores, before the bias.
         bias: additive bias, each dimension 1 or that of ``(B, Hq, Sq, Skv)``.
-        causal: key j is visible to query i where j <= i (top-left alignment).
+        causal: key j is visible to query i where j is not right of i's diagonal, j <= i.
+        left: so many keys before the diagonal are visible, None for all of them.
+        right: so many keys after the diagonal are visible, None for all of them; unless causal.
+        bottom_right: the diagonal ends in the last query and the last key, not starts in the
+            first ones; with lengths, those of each sequence.
+        softcap: c where scores s become c * tanh(s / c) before all masks, 0 for none.
+        alibi: the paper's slopes by cuDNN's own mask; causal and top-left only.
+        slopes: slopes of ALiBi are an operand, ``(1, Hq, 1, 1)`` float32.
+        sinks: a logit without a key for each query head is an operand, ``(1, Hq, 1, 1)`` float32.
         dropout_p: probability that an attention weight is dropped.
         lse: the forward graph also returns the log-sum-exp ``(B, Hq, Sq, 1)``.
         padding: the graph is told the full lengths through a padding mask; the meaning is the
             same, some faulty kernels then take their correct path.
+        lengths: real lengths of the sequences are operands, ``(B, 1, 1, 1)`` int32 for each side;
+            Sq and Skv are what they are at most.
+        ragged: where each sequence starts is an operand for every tensor, in elements,
+            ``(B + 1, 1, 1, 1)`` int64; the batch strides address nothing. The log-sum-exp then
+            lies as ``(tokens, Hq)`` in memory. With lengths only.
+        tokens_q, tokens_kv: most tokens of all sequences together, which bounds the workspace of
+            a ragged backward; None for no bound.
+        page_table: ``(B, 1, M, 1)`` int32: the pages of each sequence's keys and values; key and
+            value are the pool, ``(pages, H, page size, D)``. With lengths only.
         deterministic: the backward graph must give bit-equal gradients on every run.
         grad_output, grad_query, grad_key, grad_value: layouts of the backward graph's tensors.
         grad_bias: layout of the bias gradient where it is wanted.
+        grad_sinks: the gradient of the sinks is wanted.
     """
 
     direction: Direction
@@ -86,6 +104,19 @@ class AttentionSpec:
     grad_key: TensorSpec | None = None
     grad_value: TensorSpec | None = None
     grad_bias: TensorSpec | None = None
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+    softcap: float = 0.0
+    alibi: bool = False
+    slopes: bool = False
+    sinks: bool = False
+    grad_sinks: bool = False
+    lengths: bool = False
+    ragged: bool = False
+    tokens_q: int | None = None
+    tokens_kv: int | None = None
+    page_table: TensorSpec | None = None
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -147,7 +178,8 @@ class AttentionSpec:
 
     @property
     def seq_kv(self) -> int:
-        return self.key.shape[2]
+        pages = 1 if self.page_table is None else self.page_table.shape[2]
+        return self.key.shape[2] * pages
 
     @property
     def dim_qk(self) -> int:
@@ -160,6 +192,16 @@ class AttentionSpec:
     @property
     def backward(self) -> bool:
         return self.direction is Direction.BACKWARD
+
+    @property
+    def banded(self) -> bool:
+        """Whether the distance from the diagonal decides what is visible."""
+        return self.causal or self.left is not None or self.right is not None
+
+    @property
+    def modified(self) -> bool:
+        """Whether the scores go through operations of our own, which then also mask them."""
+        return self.softcap > 0 or self.slopes
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -176,8 +218,30 @@ class AttentionSpec:
             parts.append(f"dropout_p={self.dropout_p:g}")
         if self.grad_bias is not None:
             parts.append("grad_bias")
-        parts += [n for n in ("causal", "lse", "padding", "deterministic") if getattr(self, n)]
+        parts += [
+            f"{n}={getattr(self, n)}" for n in ("left", "right") if getattr(self, n) is not None
+        ]
+        if self.softcap:
+            parts.append(f"softcap={self.softcap:g}")
+        if self.page_table is not None:
+            parts.append(f"page_table={self.page_table}")
+        parts += [name for name in _FLAGS if getattr(self, name)]
         return " ".join(parts)
+
+
+_FLAGS = (
+    "causal",
+    "bottom_right",
+    "alibi",
+    "slopes",
+    "sinks",
+    "grad_sinks",
+    "lse",
+    "padding",
+    "lengths",
+    "ragged",
+    "deterministic",
+)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from cudnn_mha import cli, devices, runtime
 from cudnn_mha.devices import Device
-from cudnn_mha.graph_builder import build_graph
+from cudnn_mha.graph_builder import propose_plans
 from cudnn_mha.spec import (
     AttentionSpec,
     Direction,
@@ -79,19 +79,10 @@ def with_bias(spec: AttentionSpec, shape: Sequence[int], dtype: str | None = Non
     return TensorSpec((batch, heads, spec.seq_q, seq_kv), tuple(stride), dtype or spec.query.dtype)
 
 
-def planned(spec: AttentionSpec, device: Device) -> Any:
-    """The graph of ``spec`` with cuDNN's proposals for it listed and none compiled."""
-    cudnn = runtime.library()
-    graph = build_graph(spec, device)
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    graph.check_support()
-    return graph
-
-
 def refusal(spec: AttentionSpec, device: Device) -> str | None:
     """cuDNN's words against ``spec`` on ``device``; None where it proposes a plan."""
     try:
-        graph = planned(spec, device)
+        graph = propose_plans(spec, device)
     except runtime.library().cudnnGraphNotSupportedError as error:
         return " ".join(str(error).split())
     if all(plan.cpp_index is None for plan in graph.plans):

@@ -385,6 +385,18 @@ CHANGES: dict[str, list[Any]] = {
     "lse": [True],
     "padding": [True],
     "deterministic": [True],
+    "left": [0, 5],
+    "right": [0, 5],
+    "bottom_right": [True],
+    "softcap": [0.5, 30.0],
+    "alibi": [True],
+    "slopes": [True],
+    "sinks": [True],
+    "grad_sinks": [True],
+    "lengths": [True],
+    "ragged": [True],
+    "tokens_q": [0, 128],
+    "tokens_kv": [0, 128],
 }
 CHANGES |= {
     field.name: changed(getattr(BASE, field.name))
@@ -860,7 +872,7 @@ def test_stopping_finishes_what_is_begun_and_drops_the_rest(process: Process) ->
 def test_a_decision_to_wait_is_not_kept(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call of the same signature asks again, and gets the plan."""
     monkeypatch.setattr(kernels, "decide", functools.partial(dispatch.decide, device=CARD))
-    decisions = dispatch.Decisions()
+    decisions: dispatch.Decisions[dispatch.Decision] = dispatch.Decisions()
     monkeypatch.setattr(kernels, "_decisions", decisions)
     q = torch.empty(2, 4, 128, 64, dtype=torch.float16, device="meta")
 

@@ -208,6 +208,20 @@ REASONS: list[tuple[str, Kind, int, AttentionSpec, list[str]]] = [
     ("heads", Kind.UNSUPPORTED, 90, attention(heads=(4, 4, 3)), ["value", "3 and 4"]),
     ("launch_grid", Kind.WRONG, 90, attention(batch=65536), ["batch", "65535", "65536"]),
     ("launch_grid", Kind.WRONG, 90, attention(heads=(65536, 1, 1)), ["heads", "65535", "65536"]),
+    (
+        "size",
+        Kind.UNSUPPORTED,
+        90,
+        attention(batch=1, heads=(1, 1, 1), lengths=(2**31, 64)),
+        ["the length of query", "below 2^31", "2147483648"],
+    ),
+    (
+        "size",
+        Kind.UNSUPPORTED,
+        90,
+        attention(batch=1, heads=(1, 1, 1), dims=(64, 2**31)),
+        ["the head dimension of value", "2147483648"],
+    ),
     ("single_token", Kind.UNSUPPORTED, 90, attention(BACKWARD, lengths=(1, 1)), ["Sq = Skv = 1"]),
     (
         "index_overflow",
@@ -257,6 +271,34 @@ REASONS: list[tuple[str, Kind, int, AttentionSpec, list[str]]] = [
         ["no dropout", "(256, 256)"],
     ),
     ("decode", Kind.WRONG, 100, attention(lengths=(1, 128)), ["length 1", "9.24.1"]),
+    (
+        "sinks_single_query",
+        Kind.UNSUPPORTED,
+        90,
+        dataclasses.replace(attention(lengths=(1, 128)), sinks=True),
+        ["Sq > 1", "Sq = 1"],
+    ),
+    *(
+        (
+            "score_operations",
+            Kind.WRONG,
+            90,
+            dataclasses.replace(attention(), lengths=True, **fields),
+            ["beside lengths", "read those that are told otherwise wrong"],
+        )
+        for fields in ({"softcap": 5.0}, {"slopes": True})
+    ),
+    (
+        "page_size",
+        Kind.UNSUPPORTED,
+        90,
+        dataclasses.replace(
+            attention(lengths=(128, 48)),
+            lengths=True,
+            page_table=TensorSpec((2, 1, 4, 1), (4, 4, 1, 1), "int32"),
+        ),
+        ["powers of two", "got 48"],
+    ),
 ]
 
 
@@ -273,8 +315,8 @@ def test_each_rule_says_what_was_given_and_what_is_allowed(
 
 def test_the_table_above_has_every_rule() -> None:
     """All but the ones that follow from a table entry's neighbour have an example."""
-    assert len({rule for rule, *_ in REASONS}) == 15
-    assert len(checks._RULES) == 9
+    assert len({rule for rule, *_ in REASONS}) == 19
+    assert len(checks._RULES) == 12
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
@@ -376,6 +418,27 @@ def test_grid_and_index_limits_are_exact() -> None:
     assert rules(forward) == []
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"lengths": (2**31 - 1, 64)}, 0),
+        ({"lengths": (2**31, 64)}, 1),
+        ({"lengths": (64, 2**31 - 1)}, 0),
+        ({"lengths": (64, 2**31)}, 1),
+        ({"dims": (2**31 - 8, 64)}, 0),
+        ({"dims": (2**31, 2**33)}, 2),
+    ],
+)
+def test_the_limit_of_a_size_is_that_of_cudnn(
+    profile: str, fields: dict[str, Any], refused: int
+) -> None:
+    spec = attention(batch=1, heads=(1, 1, 1), **fields)
+    device = devices.described(profile)
+    assert rules(spec, device.sm) == ["size"] * refused
+    assert disagreements(spec, device) == []
+
+
 def test_exclusive_rules_hold_on_sm_10x_only() -> None:
     bias = {"bias": tensor(SCORES), "grad_bias": tensor(SCORES)}
     everything = attention(BACKWARD, dropout_p=0.5, deterministic=True, **bias)
@@ -412,7 +475,28 @@ def test_hazards_say_everything() -> None:
         texts = (hazard.name, hazard.condition, hazard.remedy, hazard.cost, hazard.source)
         assert all(texts)
         assert (hazard.applies is None) == (hazard.remedied is None)
-    assert [hazard.name for hazard in HAZARDS if hazard.applies] == ["backward_tail"]
+    changing = [hazard.name for hazard in HAZARDS if hazard.applies]
+    assert changing == ["backward_tail", "past_the_keys"]
+
+
+@pytest.mark.parametrize("sm", [80, 90, 120])
+def test_what_lies_past_the_keys_is_served_with_lengths_alone(sm: int) -> None:
+    gpu = {80: "a100-sxm-80gb", 90: "h200", 120: "rtx-5090"}[sm]
+    device = devices.described(gpu)
+    for fields in ({"left": 8}, {"causal": True, "bottom_right": True}):
+        longer = attention(lengths=(256, 128), **fields)
+        assert refusal(longer, device) is not None
+        told = checks.remedied(longer, device)
+        assert told == dataclasses.replace(longer, padding=True)
+        assert refusal(told, device) is None
+        assert checks.remedied(told, device) == told
+        for other in (
+            attention(lengths=(128, 256), **fields),
+            attention(lengths=(256, 128), softcap=2.0, **fields),
+        ):
+            assert checks.remedied(other, device) == other
+    plain = attention(lengths=(256, 128), causal=True)
+    assert checks.remedied(plain, device) == plain
 
 
 class Layout(NamedTuple):

@@ -19,6 +19,7 @@ from cudnn_mha.config import (
     DISABLED,
     DP_WORKSPACE_LIMIT,
     ENABLED,
+    LENGTHS,
     PLANS,
     RECORD,
     WORKSPACE_LIMIT,
@@ -35,6 +36,8 @@ DEFAULTS = Settings(
     plans=(),
     record=None,
     build="now",
+    lengths="auto",
+    autotune=False,
 )
 
 
@@ -123,6 +126,9 @@ def test_switches(monkeypatch: pytest.MonkeyPatch, name: str, value: str, on: bo
         (BUILD, "now", "build", "now"),
         (BUILD, " Background ", "build", "background"),
         (BUILD, "never", "build", "never"),
+        (LENGTHS, "auto", "lengths", "auto"),
+        (LENGTHS, "exact", "lengths", "exact"),
+        (LENGTHS, " Bucketed ", "lengths", "bucketed"),
     ],
 )
 def test_values(
@@ -144,6 +150,7 @@ def test_values(
         (CACHE_SIZE, "x", "TORCH_CUDNN_MHA_CACHE_SIZE must be a whole number of at least 1"),
         (ENABLED, "2", "TORCH_CUDNN_MHA_ENABLED must be 0 or 1, got '2'"),
         (CACHE_BYTES, "all", "TORCH_CUDNN_MHA_CACHE_BYTES must be a number of bytes"),
+        (LENGTHS, "some", "TORCH_CUDNN_MHA_LENGTHS must be one of auto, exact, bucketed, got"),
         (BUILD, "later", "TORCH_CUDNN_MHA_BUILD must be one of now, background, never, got"),
     ],
 )
@@ -197,5 +204,5 @@ def test_versions_in_words() -> None:
 def test_every_variable_is_documented() -> None:
     names = {value for name, value in vars(config).items() if str(value).startswith("TORCH_CUDNN")}
     assert set(config.VARIABLES) == names
-    assert len(names) == 9
+    assert len(names) == 11
     assert all(config.VARIABLES.values())

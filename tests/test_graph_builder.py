@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from cudnn_mha import devices, runtime
+from cudnn_mha import devices, reference, runtime
 from cudnn_mha.checks import check, remedied
-from cudnn_mha.graph_builder import Uid, build_graph, lse_layout, operands
-from cudnn_mha.spec import AttentionSpec, TensorSpec
-from tests.support import BACKWARD, BSHD, FORWARD, PROFILES, attention, planned, tensor
+from cudnn_mha.graph_builder import (
+    Uid,
+    _Nodes,
+    build_graph,
+    constants,
+    lse_layout,
+    operands,
+    propose_plans,
+)
+from cudnn_mha.sequences import ragged
+from cudnn_mha.spec import AttentionSpec, Direction, TensorSpec
+from tests.support import BACKWARD, BSHD, FORWARD, PROFILES, attention, refusal, tensor
 
 H200 = devices.described("h200")
 
@@ -140,7 +153,7 @@ def test_every_operand_is_wired_to_its_own_place(spec: AttentionSpec) -> None:
 
 @every_spec
 def test_operands_are_in_cudnn_s_own_order(spec: AttentionSpec) -> None:
-    lowered = planned(spec, H200)._lowered_graph
+    lowered = propose_plans(spec, H200)._lowered_graph
     lowered._prepare_variant_pack_template()
     assert tuple(lowered._get_variant_pack_uids_sorted()) == operands(spec)
 
@@ -206,17 +219,17 @@ def test_every_gpu_plans_the_common_calls(spec: AttentionSpec, profile: str) -> 
     device = devices.described(profile)
     spec = remedied(spec, device)
     assert check(spec, device, runtime.cudnn_version()) == ()
-    graph = planned(spec, device)
+    graph = propose_plans(spec, device)
     assert any(plan.cpp_index is not None for plan in graph.plans)
 
 
 def test_the_described_device_decides() -> None:
     """Engines of one architecture are not proposed for another."""
     spec = attention(BACKWARD, dims=(256, 256))
-    assert planned(spec, H200).plans
+    assert propose_plans(spec, H200).plans
     unsupported = runtime.library().cudnnGraphNotSupportedError
     with pytest.raises(unsupported, match="less than or equal to 128"):
-        planned(spec, devices.described("l40s"))
+        propose_plans(spec, devices.described("l40s"))
 
 
 def test_specs_of_the_table_differ_in_one_thing_each() -> None:
@@ -230,3 +243,248 @@ def test_specs_of_the_table_differ_in_one_thing_each() -> None:
             if field.compare and getattr(spec, field.name) != getattr(plain, field.name)
         ]
         assert changed == ["dropout_p" if name == "dropout" else name]
+
+
+# ----------------------------------------------------------- what PyTorch's function cannot say
+
+BY_HEAD = TensorSpec((1, 4, 1, 1), (4, 1, 1, 1), "float32")
+ONE = TensorSpec((1, 1, 1, 1), (1, 1, 1, 1), "float32")
+ONE_INT = ONE._replace(dtype="int32")
+LENGTHS = TensorSpec((2, 1, 1, 1), (1, 1, 1, 1), "int32")
+OFFSETS = TensorSpec((3, 1, 1, 1), (1, 1, 1, 1), "int64")
+TABLE = TensorSpec((2, 1, 4, 1), (4, 4, 1, 1), "int32")
+TELLS: dict[str, tuple[dict[str, Any], dict[Uid, TensorSpec]]] = {
+    "window": ({"left": 3, "right": 5}, {}),
+    "bottom right": ({"causal": True, "bottom_right": True}, {}),
+    "alibi": ({"alibi": True, "causal": True}, {}),
+    "sinks": ({"sinks": True}, {Uid.SINKS: BY_HEAD}),
+    "lengths": ({"lengths": True}, {Uid.SEQ_LEN_Q: LENGTHS, Uid.SEQ_LEN_KV: LENGTHS}),
+    "softcap": ({"softcap": 5.0}, {Uid.SOFTCAP: ONE, Uid.SOFTCAP_INVERSE: ONE}),
+    "slopes": ({"slopes": True}, {Uid.SLOPES: BY_HEAD}),
+    "bottom right slopes": (
+        {"slopes": True, "bottom_right": True},
+        {Uid.SLOPES: BY_HEAD, Uid.SHIFT: ONE_INT},
+    ),
+    "banded softcap": (
+        {"softcap": 5.0, "left": 3, "causal": True},
+        {
+            Uid.SOFTCAP: ONE,
+            Uid.SOFTCAP_INVERSE: ONE,
+            Uid.FIRST: ONE_INT,
+            Uid.MINUS_INFINITY_FIRST: ONE,
+            Uid.MINUS_INFINITY_LAST: ONE,
+        },
+    ),
+}
+
+
+def featured(direction: Direction, **fields: Any) -> AttentionSpec:
+    return dataclasses.replace(attention(direction, **SIZES), **fields)
+
+
+@pytest.mark.parametrize("name", TELLS)
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_operands_of_every_feature(direction: Direction, name: str) -> None:
+    fields, more = TELLS[name]
+    if direction is FORWARD:
+        fields = fields | {"lse": True}
+    spec = featured(direction, **fields)
+    graph = propose_plans(spec, H200)
+    lowered = graph._lowered_graph
+    lowered._prepare_variant_pack_template()
+    plain = attention(direction, **SIZES, lse=direction is FORWARD)
+    if spec.backward and spec.sinks:  # which are in the log-sum-exp
+        more = {}
+    want = sorted({*operands(plain), *more})
+    assert list(operands(spec)) == want
+    assert [Uid(uid) for uid in lowered._get_variant_pack_uids_sorted()] == want
+    found = {uid: layout for uid, (layout, _) in constants(spec).items()}
+    assert found == {uid: more[uid] for uid in found}
+    given = [uid for uid in more if uid not in found]
+    assert all(uid in GIVEN for uid in given)
+    assert not set(found) & GIVEN
+    node = layouts_in(graph)
+    assert {uid: node[uid] for uid in more if uid in node} == {
+        uid: layout for uid, layout in more.items() if uid in node
+    }
+
+
+GIVEN = {Uid.SINKS, Uid.SEQ_LEN_Q, Uid.SEQ_LEN_KV, Uid.SLOPES}
+
+
+def test_the_gradient_of_sinks_takes_them() -> None:
+    spec = featured(BACKWARD, sinks=True, grad_sinks=True)
+    found = layouts_in(build_graph(spec, H200))
+    assert found[Uid.SINKS] == found[Uid.GRAD_SINKS] == BY_HEAD
+    assert list(operands(spec)) == sorted(found)
+    assert node_in(build_graph(spec, H200))["inputs"]["sink_token"] == "sinks"
+
+
+def test_constants_have_the_values_of_the_spec() -> None:
+    def values(**fields: Any) -> dict[str, float]:
+        found = constants(featured(FORWARD, **fields))
+        return {uid.name: value for uid, (_, value) in found.items()}
+
+    assert values() == values(lengths=True) == values(causal=True) == {}
+    assert values(padding=True) == {"SEQ_LEN_Q": 128, "SEQ_LEN_KV": 256}
+    assert values(softcap=4.0) == {"SOFTCAP": 4.0, "SOFTCAP_INVERSE": 0.25}
+    infinite = {"MINUS_INFINITY_FIRST": -math.inf, "MINUS_INFINITY_LAST": -math.inf}
+    band: dict[str, Any] = {"slopes": True, "left": 3, "right": 5}
+    assert values(**band) == {"FIRST": 3, "LAST": 5} | infinite
+    assert values(**band, bottom_right=True) == {"FIRST": 125, "LAST": 133, "SHIFT": 128} | infinite
+
+
+def test_ragged_tensors_know_their_offsets() -> None:
+    spec = ragged(attention(BACKWARD, **SIZES, order=BSHD), 128, 256)
+    found = layouts_in(build_graph(spec, H200))
+    offsets = {uid for uid in found if uid.name.startswith("OFFSET")}
+    assert offsets == {uid for uid in Uid if uid.name.startswith("OFFSET")}
+    assert {found[uid] for uid in offsets} == {OFFSETS}
+    assert found[Uid.LSE] == TensorSpec((2, 4, 128, 1), (512, 1, 4, 1), "float32")
+    assert found[Uid.SEQ_LEN_Q] == LENGTHS
+    assert node_in(build_graph(spec, H200))["params"]["use_padding_mask"] is True
+
+
+def test_pages_have_a_table() -> None:
+    pool = tensor((40, 2, 64, 64))
+    spec = attention(heads=(4, 2, 2), key=pool, value=pool)
+    spec = dataclasses.replace(spec, lengths=True, page_table=TABLE)
+    node = node_in(build_graph(spec, H200))
+    assert node["params"]["paged_attention_max_seq_len_kv"] == 256
+    found = layouts_in(build_graph(spec, H200))
+    assert found[Uid.PAGE_TABLE_KEY] == found[Uid.PAGE_TABLE_VALUE] == TABLE
+    assert found[Uid.KEY] == pool
+    assert list(operands(spec)) == sorted(found)
+
+
+def test_bands_are_counted_with_the_diagonal_on_the_left() -> None:
+    params = node_in(build_graph(attention(left=3, right=5, bottom_right=True), H200))["params"]
+    alignments = runtime.library().diagonal_alignment
+    assert params["diagonal_band_left_bound"] == 4
+    assert params["diagonal_band_right_bound"] == 5
+    assert params["diagonal_alignment"] == alignments.BOTTOM_RIGHT
+    params = node_in(build_graph(attention(left=0, causal=True), H200))["params"]
+    assert (params["diagonal_band_left_bound"], params["diagonal_band_right_bound"]) == (1, 0)
+    assert params["diagonal_alignment"] == alignments.TOP_LEFT
+    params = node_in(build_graph(attention(alibi=True, causal=True), H200))["params"]
+    assert params["use_alibi_mask"] is True
+
+
+REFUSED = {
+    (BACKWARD, "softcap", "a100-sxm-80gb"),
+    (BACKWARD, "banded softcap", "a100-sxm-80gb"),
+    (BACKWARD, "softcap and lengths", "a100-sxm-80gb"),
+}
+"""What cuDNN 9.19 and 9.24 have no engine for."""
+
+
+@pytest.mark.parametrize("profile", ["h200", "a100-sxm-80gb", "b200"])
+@pytest.mark.parametrize("name", TELLS)
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_what_cudnn_plans(direction: Direction, name: str, profile: str) -> None:
+    words = refusal(featured(direction, **TELLS[name][0]), devices.described(profile))
+    if (direction, name, profile) in REFUSED:
+        assert words is not None and "No valid engine configs" in words
+    else:
+        assert words is None
+
+
+# ------------------------------------------- operations on the scores, by a graph that computes
+
+
+class Number:
+    """A tensor of a graph that computes at once."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+    def set_data_type(self, dtype: Any) -> Number:
+        """What is an index in the graph is one here: cuDNN's are unsigned."""
+        if dtype == runtime.library().data_type.INT32:
+            assert not self.value.is_floating_point()
+            assert (self.value >= 0).all() and (self.value < 2**31).all()
+        return self
+
+
+class Computing:
+    """The operations that the builder uses, on PyTorch's tensors."""
+
+    def mul(self, a: Number, b: Number) -> Number:
+        return Number(a.value * b.value)
+
+    def tanh(self, input: Number) -> Number:
+        return Number(input.value.tanh())
+
+    def gen_index(self, input: Number, axis: int) -> Number:
+        shape = [1, 1, 1, 1]
+        shape[axis] = -1
+        return Number(torch.arange(input.value.shape[axis]).view(shape).expand(input.value.shape))
+
+    def add(self, a: Number, b: Number) -> Number:
+        return Number(a.value + b.value)
+
+    def sub(self, a: Number, b: Number) -> Number:
+        return Number(a.value - b.value)
+
+    def abs(self, input: Number) -> Number:
+        return Number(input.value.abs())
+
+    def cmp_ge(self, input: Number, comparison: Number) -> Number:
+        return Number(input.value >= comparison.value)
+
+    def cmp_lt(self, input: Number, comparison: Number) -> Number:
+        return Number(input.value < comparison.value)
+
+    def binary_select(self, input0: Number, input1: Number, mask: Number) -> Number:
+        return Number(torch.where(mask.value, input0.value, input1.value))
+
+
+def modified(spec: AttentionSpec, scores: Tensor, given: dict[Uid, Tensor]) -> Tensor:
+    """What the graph of ``spec`` makes of scaled scores."""
+    nodes: Any = object.__new__(_Nodes)
+    nodes.spec = spec
+    known = dict(given)
+    for uid, (layout, value) in constants(spec).items():
+        known[uid] = torch.full(layout.shape, value, dtype=getattr(torch, layout.dtype))
+    used = set()
+
+    def tensor_of(uid: Uid, layout: TensorSpec) -> Number:
+        used.add(uid)
+        assert tuple(known[uid].shape) == layout.shape
+        return Number(known[uid])
+
+    nodes._tensor = tensor_of
+    result: Tensor = nodes._modified(Computing(), Number(scores)).value
+    assert used == set(known)
+    return result
+
+
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize("fields", [{"softcap": 2.0}, {"slopes": True}], ids=str)
+def test_scores_are_modified_as_defined(fields: dict[str, Any], bottom_right: bool) -> None:
+    torch.manual_seed(0)
+    for seq_q, seq_kv in ((3, 5), (5, 3), (4, 4), (1, 3)):
+        for left, right in itertools.product((None, 0, 1, 3, 6), (None, 0, 1, 3, 6)):
+            band = {"left": left, "right": right or None, "causal": right == 0}
+            band["bottom_right"] = bottom_right
+            spec = attention(lengths=(seq_q, seq_kv), **fields, **band)
+            products = torch.randn(2, 4, seq_q, seq_kv)
+            given: dict[Uid, Tensor] = {}
+            slopes = torch.rand(4)
+            if spec.slopes:
+                given[Uid.SLOPES] = slopes.view(1, 4, 1, 1)
+            got = modified(spec, products, given)
+            scoring = reference._Scoring(
+                products.shape,
+                products.device,
+                None,
+                False,
+                None,
+                None,
+                bottom_right,
+                (-1 if left is None else left, -1 if right is None else right),
+                spec.softcap or None,
+                slopes if spec.slopes else None,
+            )
+            want = scoring.scores(products)
+            torch.testing.assert_close(got, want, msg=f"{seq_q} {seq_kv} {band}")

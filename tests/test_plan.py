@@ -19,11 +19,12 @@ import torch
 
 from cudnn_mha import cache, config, devices, plan, runtime
 from cudnn_mha.cache import Slot
-from cudnn_mha.graph_builder import operands
+from cudnn_mha.graph_builder import constants, operands, propose_plans
 from cudnn_mha.plan import Plan, Refused, compile_plan, load_plan
+from cudnn_mha.sequences import ragged
 from cudnn_mha.spec import AttentionSpec
 from cudnn_mha.store import Entry, Store
-from tests.support import BACKWARD, attention, planned, tensor
+from tests.support import BACKWARD, BSHD, attention, tensor
 
 H200 = devices.described("h200")
 BACKWARD_SPEC = attention(BACKWARD, lengths=(256, 256))
@@ -33,7 +34,7 @@ BACKWARD_SPEC = attention(BACKWARD, lengths=(256, 256))
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Building a plan costs nothing and always works; the indices that were tried."""
     tried: list[int] = []
-    kind = type(planned(attention(), H200))
+    kind = type(propose_plans(attention(), H200))
     monkeypatch.setattr(kind, "build_plan_at_index", lambda self, index: tried.append(index))
     monkeypatch.setattr(kind, "get_workspace_size", lambda self: 256)
     return tried
@@ -43,7 +44,7 @@ def declining(
     monkeypatch: pytest.MonkeyPatch, tried: list[int], count: int, error: Exception
 ) -> None:
     """The first ``count`` plans do not build."""
-    kind = type(planned(attention(), H200))
+    kind = type(propose_plans(attention(), H200))
 
     def build(self: Any, index: int) -> None:
         tried.append(index)
@@ -54,7 +55,7 @@ def declining(
 
 
 def names(spec: AttentionSpec) -> list[str]:
-    graph = planned(spec, H200)
+    graph = propose_plans(spec, H200)
     return [graph.get_plan_name_at_index(i) for i in range(graph.get_execution_plan_count())]
 
 
@@ -115,7 +116,7 @@ def test_plans_are_tried_in_order_until_one_builds(
 def test_a_plan_with_too_much_workspace_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, uncompiled: list[int]
 ) -> None:
-    kind = type(planned(attention(), H200))
+    kind = type(propose_plans(attention(), H200))
     monkeypatch.setattr(kind, "get_workspace_size", lambda self: 1000 - len(uncompiled))
     spec = attention(dims=(64, 64))
     compiled = compile_plan(spec, H200, workspace_limit=998)
@@ -150,7 +151,7 @@ def test_other_exceptions_are_not_taken_for_a_refusal(
     def broken(*_: object) -> None:
         raise MemoryError("host memory")
 
-    monkeypatch.setattr(plan, "build_graph", broken)
+    monkeypatch.setattr(plan, "propose_plans", broken)
     with pytest.raises(MemoryError, match="host memory"):
         compile_plan(attention(), H200)
 
@@ -158,7 +159,7 @@ def test_other_exceptions_are_not_taken_for_a_refusal(
 def test_engines_that_bring_their_own_compiler_are_left_out(
     monkeypatch: pytest.MonkeyPatch, uncompiled: list[int]
 ) -> None:
-    graph = planned(attention(), H200)
+    graph = propose_plans(attention(), H200)
     foreign = SimpleNamespace(cpp_index=None)
     monkeypatch.setattr(type(graph), "plans", [foreign, foreign])
     with pytest.raises(Refused, match="no plan of cuDNN's builds: it proposed none"):
@@ -169,7 +170,7 @@ def test_engines_that_bring_their_own_compiler_are_left_out(
 def test_a_graph_with_other_operands_is_an_error(
     monkeypatch: pytest.MonkeyPatch, uncompiled: list[int]
 ) -> None:
-    graph = planned(attention(), H200)
+    graph = propose_plans(attention(), H200)
     with pytest.raises(RuntimeError, match=r"takes operands \(1, 2, 3, 4\), expected"):
         Plan(attention(lse=True), H200, graph, "eng0")
     assert uncompiled == []
@@ -216,12 +217,18 @@ def test_a_run_puts_its_own_lengths_where_they_belong(monkeypatch: pytest.Monkey
     spec = attention(BACKWARD, padding=True, bias=bias, grad_bias=bias, dropout_p=0.5)
     compiled = machine.install(compile_plan(spec, H200), 128)
     lengths = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    compiled._own = [t.data_ptr() for t in lengths]
     ids = list(operands(spec))
+    places = [ids.index(uid) for uid in constants(spec)]
+    compiled._own = [(at, t.data_ptr()) for at, t in zip(places, lengths, strict=True)]
+    assert [uid.name for uid in constants(spec)] == ["SEQ_LEN_Q", "SEQ_LEN_KV"]
+    assert compiled.takes == tuple(uid for uid in ids if uid not in constants(spec))
+    kept: list[object] = []
+    monkeypatch.setattr(runtime, "keep_for_captures", kept.append)
     given = [1000 + uid for uid in ids if uid.name not in ("SEQ_LEN_Q", "SEQ_LEN_KV")]
     compiled.run(given, stream=5)
     own = {"SEQ_LEN_Q": lengths[0].data_ptr(), "SEQ_LEN_KV": lengths[1].data_ptr()}
     assert list(machine.buffer[: len(ids)]) == [own.get(uid.name, 1000 + uid) for uid in ids]
+    assert kept == [compiled]
     assert machine.events == [
         ("allocate", 128, 5),
         ("execute", 4096, len(ids), 9000, 77, 0),
@@ -245,6 +252,7 @@ def test_workspace_goes_back_when_a_run_fails(monkeypatch: pytest.MonkeyPatch) -
 
 # -------------------------------------------------------------------------- plans on disk
 
+CAPPED: dict[str, Any] = {"softcap": 30.0, "slopes": True, "causal": True, "left": 50}
 STORED = [
     (profile, spec)
     for profile in ("h200", "b200", "a100-sxm-80gb")
@@ -252,6 +260,12 @@ STORED = [
         attention(causal=True, lse=True, lengths=(200, 72)),
         attention(BACKWARD, causal=True, lengths=(200, 72), dtype="bfloat16"),
     )
+]
+STORED += [
+    ("h200", attention(lse=True, **CAPPED)),
+    ("h200", attention(BACKWARD, **CAPPED)),
+    ("h200", ragged(attention(BACKWARD, order=BSHD, causal=True), 128, 128)),
+    ("b200", attention(lse=True, softcap=30.0, bottom_right=True, causal=True)),
 ]
 
 FRESH = """
@@ -293,6 +307,27 @@ def test_a_fresh_process_loads_what_another_compiled(tmp_path: Path) -> None:
     assert found == expected
     assert (info["builds"], info["loads"], info["refusals"]) == (0, len(STORED), 0)
     assert info["build_seconds"] == 0
+
+
+UNTOUCHED = """
+from cudnn_mha import devices
+from cudnn_mha.plan import Refused, compile_plan
+from tests.support import refusal
+from tests.test_plan import CAPPED, attention, BACKWARD
+
+h200 = devices.described("h200")
+kept = compile_plan(attention(**CAPPED), h200)
+compile_plan(attention(BACKWARD, **CAPPED), h200)
+assert refusal(attention(**CAPPED), h200) is None
+# cuDNN has no such backward there: the graph is refused after its scores were modified.
+assert refusal(attention(BACKWARD, **CAPPED), devices.described("a100-sxm-80gb"))
+"""
+
+
+def test_graphs_with_modified_scores_leave_nothing_behind() -> None:
+    """The frontend says at exit what was not let go."""
+    done = subprocess.run([sys.executable, "-c", UNTOUCHED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def blobs_of_no_use(spec: AttentionSpec) -> dict[str, bytes]:

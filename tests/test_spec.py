@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
+from typing import Any
 
 import pytest
 
 from cudnn_mha.spec import (
+    AttentionSpec,
     TensorSpec,
     canonical_stride,
     contiguous_stride,
@@ -199,6 +202,45 @@ def test_a_spec_in_words() -> None:
         "backward query=1x1x128x64:float16 key=1x1x128x64:float16 value=1x1x128x64:float16 "
         "bias=1x1x128x128:float32 scale=2 dropout_p=0.25 grad_bias causal padding deterministic"
     )
+
+
+FIELDS: dict[str, Any] = {
+    "left": 63,
+    "right": 5,
+    "bottom_right": True,
+    "softcap": 2.5,
+    "alibi": True,
+    "slopes": True,
+    "sinks": True,
+    "grad_sinks": True,
+    "lengths": True,
+    "ragged": True,
+    "tokens_q": 1024,
+    "tokens_kv": 2048,
+    "page_table": tensor((2, 1, 5, 1), "int32"),
+}
+
+
+def replaced(**fields: Any) -> AttentionSpec:
+    """A spec with these fields; the helper takes lengths for something else."""
+    return dataclasses.replace(attention(BACKWARD), **fields)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_survives_json(name: str) -> None:
+    spec = replaced(**{name: FIELDS[name]})
+    again = AttentionSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
+    assert again == spec
+    assert hash(again) == hash(spec)
+    assert getattr(again, name) == FIELDS[name] != getattr(attention(BACKWARD), name)
+    assert set(spec.to_dict()) - set(attention(BACKWARD).to_dict()) == {name}
+
+
+def test_no_bound_is_another_than_0() -> None:
+    spec = replaced(left=0, right=0)
+    again = AttentionSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
+    assert (again.left, again.right) == (0, 0)
+    assert again != replaced()
 
 
 def test_default_scale() -> None:
