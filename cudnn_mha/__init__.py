@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from cudnn_mha.checks import Reason
     from cudnn_mha.errors import CudnnSdpaUnsupportedError, CudnnUnavailableError
     from cudnn_mha.explanation import Explanation, explain
+    from cudnn_mha.explanation_layouts import explain_paged, explain_varlen
     from cudnn_mha.functional import cudnn_sdpa
+    from cudnn_mha.packed import cudnn_sdpa_varlen
+    from cudnn_mha.paged import cudnn_sdpa_paged
     from cudnn_mha.precompile import compile_ahead, load_plans, warmup
     from cudnn_mha.recording import record
+    from cudnn_mha.reference_layouts import merge
 
 _WHERE = {
     "CacheInfo": "cache",
@@ -30,11 +34,16 @@ _WHERE = {
     "cache_info": "cache",
     "compile_ahead": "precompile",
     "cudnn_sdpa": "functional",
+    "cudnn_sdpa_paged": "paged",
+    "cudnn_sdpa_varlen": "packed",
     "disable": "backend",
     "enable": "backend",
     "enabled": "backend",
     "explain": "explanation",
+    "explain_paged": "explanation_layouts",
+    "explain_varlen": "explanation_layouts",
     "load_plans": "precompile",
+    "merge": "reference_layouts",
     "record": "recording",
     "status": "backend",
     "warmup": "precompile",
@@ -52,11 +61,16 @@ __all__ = [
     "cache_info",
     "compile_ahead",
     "cudnn_sdpa",
+    "cudnn_sdpa_paged",
+    "cudnn_sdpa_varlen",
     "disable",
     "enable",
     "enabled",
     "explain",
+    "explain_paged",
+    "explain_varlen",
     "load_plans",
+    "merge",
     "record",
     "status",
     "warmup",

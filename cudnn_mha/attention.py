@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ def attend(decision: Decision, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         seed, offset = draw(query.device)
     result: Any
     if decision.gradient:
-        result = _apply(query, key, value, bias, seed, offset, decision)
+        result = apply(query, key, value, bias, seed, offset, decision)
         output, lse = result if decision.options.return_lse else (result, None)
     else:
         output, lse = forward(decision, query, key, value, bias, seed, offset)
@@ -73,21 +75,50 @@ def forward(
     if decision.like_query:
         output = torch.empty_like(query)  # the cheapest way to allocate
     else:
-        output = query.new_empty_strided(plan.spec.output.shape, decision.output_stride)
+        layout = decision.spec.output  # type: ignore[union-attr]
+        output = query.new_empty_strided(layout.shape, decision.output_stride)
     addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()]
     if decision.bare:
-        _run(plan, addresses)
+        run(plan, addresses)
         return output, None
     lse = None
     if plan.spec.lse:
-        lse = torch.empty((*output.shape[:3], 1), dtype=torch.float32, device=query.device)
+        lse = _empty_lse(decision, output)
         addresses.append(lse.data_ptr())
-    addresses += [t.data_ptr() for t in (bias, seed, offset) if t is not None]
-    _run(plan, addresses)
+    if bias is not None or seed is not None:
+        addresses += [t.data_ptr() for t in (bias, seed, offset) if t is not None]
+    if decision.told is not None:
+        runtime.keep_for_captures(decision)
+        addresses += decision.told.forward
+    run(plan, addresses)
     return output, lse
 
 
-def _run(plan: Plan, addresses: list[int]) -> None:
+def _empty_lse(decision: Decision, output: Tensor) -> Tensor:
+    """Room for the log-sum-exp: ``empty_like`` takes the least host time."""
+    batch, heads, seq, _ = output.shape
+    if decision.told is not None and decision.told.by_token:
+        rows = output.new_empty((batch, seq, heads, 1), dtype=torch.float32)
+        return rows.transpose(1, 2)
+    if decision.like_lse is None:
+        shape = (batch, heads, seq, 1)
+        if output.is_cuda and torch.cuda.is_current_stream_capturing():  # no time to make one
+            return output.new_empty(shape, dtype=torch.float32)
+        decision.like_lse = _scalar(output.device).expand(shape)
+    return torch.empty_like(decision.like_lse, memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def _scalar(device: torch.device) -> Tensor:
+    """A float32 on that device, which nobody reads."""
+
+    def make() -> Tensor:
+        return torch.empty(1, dtype=torch.float32, device=device)
+
+    return runtime.outside_pools(make)
+
+
+def run(plan: Plan, addresses: Sequence[int]) -> None:
     """Runs on the current stream of the plan's device, whatever device is current."""
     index: int = plan.device.index  # type: ignore[assignment]
     if runtime.current_device() == index:
@@ -122,17 +153,14 @@ class _Attention(torch.autograd.Function):
         ctx.decision = decision
         if not decision.options.return_lse:
             return output
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return output, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, _grad_lse: None = None) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "cuDNN attention has no double backward: it was called with create_graph=True; "
-                "compute this attention under torch.backends.cuda.enable_cudnn_sdp(False)"
-            )
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None = None) -> Any:
+        refuse_second_order(grad_lse)
+        if grad_output is None:
+            return (None,) * 7
         saved = ctx.saved_tensors
         try:
             gradients = backward(ctx.decision, grad_output, *saved)
@@ -141,8 +169,22 @@ class _Attention(torch.autograd.Function):
         return (*gradients, None, None, None)
 
 
+def refuse_second_order(grad_lse: Tensor | None) -> None:
+    """Raises where a gradient is asked for that no kernel computes."""
+    if grad_lse is not None:
+        raise RuntimeError(
+            "the log-sum-exp has no gradient: detach it, or compute this attention under "
+            "torch.backends.cuda.enable_cudnn_sdp(False)"
+        )
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "cuDNN attention has no double backward: it was called with create_graph=True; "
+            "compute this attention under torch.backends.cuda.enable_cudnn_sdp(False)"
+        )
+
+
 # `Function.apply` without its look at functorch's transforms, which the caller has excluded.
-_apply = super(torch.autograd.Function, _Attention).apply
+apply = super(torch.autograd.Function, _Attention).apply
 
 
 def backward(
@@ -162,14 +204,36 @@ def backward(
         # Weights exp(score - lse) of a row without keys: exp(-inf), not exp(-inf + inf).
         lse = lse.masked_fill(lse == -math.inf, math.inf)
     plan, grad_output = decision.backward_plan(grad_output)
-    spec = plan.spec
-    if decision.like_inputs:
-        grad_query, grad_key, grad_value = map(torch.empty_like, (query, key, value))
-    else:
-        assert spec.grad_query and spec.grad_key and spec.grad_value
-        grad_query = _empty(spec.grad_query, query)
-        grad_key = _empty(spec.grad_key, key)
-        grad_value = _empty(spec.grad_value, value)
+    spec, told = plan.spec, decision.told
+    if told is not None and told.backward_spec is not None:
+        spec = told.backward_spec
+        wanted = _empty_lse(decision, output)
+        lse = lse if lse.stride() == wanted.stride() else wanted.copy_(lse)
+    if decision.like_inputs and seed is None and told is None:
+        # Spelled out for the common case: between autograd's own code this one runs cold, and
+        # costs more than twice the host time that it takes in a loop of its own.
+        grad_query = torch.empty_like(query)
+        grad_key = torch.empty_like(key)
+        grad_value = torch.empty_like(value)
+        run(
+            plan,
+            (
+                query.data_ptr(),
+                key.data_ptr(),
+                value.data_ptr(),
+                output.data_ptr(),
+                lse.data_ptr(),
+                grad_output.data_ptr(),
+                grad_query.data_ptr(),
+                grad_key.data_ptr(),
+                grad_value.data_ptr(),
+            ),
+        )
+        return grad_query, grad_key, grad_value, None
+    assert spec.grad_query and spec.grad_key and spec.grad_value
+    grad_query = _empty(spec.grad_query, query)
+    grad_key = _empty(spec.grad_key, key)
+    grad_value = _empty(spec.grad_value, value)
     operands = [query, key, value, output, lse, grad_output, grad_query, grad_key, grad_value]
     grad_bias = None
     if spec.grad_bias is not None:
@@ -177,7 +241,11 @@ def backward(
         operands.append(grad_bias)
     addresses = [t.data_ptr() for t in operands]
     addresses[5:5] = [t.data_ptr() for t in (bias, seed, offset) if t is not None]
-    _run(plan, addresses)
+    if told is not None:
+        runtime.keep_for_captures(decision)
+        addresses[5:5] = told.backward
+        addresses += told.gradients
+    run(plan, addresses)
     if grad_bias is not None and bias is not None:
         grad_bias = grad_bias.to(bias.dtype)
     return grad_query, grad_key, grad_value, grad_bias

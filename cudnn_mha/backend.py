@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.attention import SDPBackend
 
-from cudnn_mha import config, kernels
+from cudnn_mha import config, kernels, runtime
 from cudnn_mha.attention import draw
 from cudnn_mha.cache import Counter
 from cudnn_mha.checks import Kind, Reason
@@ -325,7 +325,8 @@ def _forward(
         _state.forward.add()
     if seed is None or offset is None:
         seed = offset = _unread(query)
-        if compute_log_sumexp:  # these are kept for a backward, which does not read them either
+        if compute_log_sumexp and not torch.is_grad_enabled():
+            # The forward of a compiled graph, whose CUDA graph wants all that it keeps as its own.
             seed, offset = torch.empty_like(seed), torch.empty_like(seed)
     return output, lse, None, None, query.shape[2], key.shape[2], seed, offset, None
 
@@ -353,11 +354,7 @@ _scalars: dict[int, Tensor] = {}
 
 
 def _unread(query: Tensor) -> Tensor:
-    """A 0-d int64 tensor on the device of ``query``: the same for all calls, as nobody reads it.
-
-    Allocated on a thread of its own: what this one allocates may lie in the pool of a CUDA graph,
-    where PyTorch lets nothing live on but the graph's results.
-    """
+    """A 0-d int64 tensor on the device of ``query``: the same for all calls, as nobody reads it."""
     index = query.get_device()
     found = _scalars.get(index)
     if found is not None:
@@ -365,12 +362,10 @@ def _unread(query: Tensor) -> Tensor:
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return query.new_empty((), dtype=torch.int64)
 
-    def make() -> None:
-        _scalars[index] = torch.zeros((), dtype=torch.int64, device=query.device)
+    def make() -> Tensor:
+        return torch.zeros((), dtype=torch.int64, device=query.device)
 
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
+    _scalars[index] = runtime.outside_pools(make)
     return _scalars[index]
 
 

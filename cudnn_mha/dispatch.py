@@ -10,14 +10,15 @@ import logging
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.attention import SDPBackend
 
-from cudnn_mha import checks, config, devices, recording, reference, runtime
+from cudnn_mha import checks, config, devices, lengths, recording, reference, runtime
 from cudnn_mha.cache import Slot, background, plan_key, plans
 from cudnn_mha.checks import Kind, Reason
 from cudnn_mha.devices import Device
@@ -35,6 +36,7 @@ from cudnn_mha.inputs import (
     without_data,
     writable_output,
 )
+from cudnn_mha.lengths import Told
 from cudnn_mha.plan import Plan
 from cudnn_mha.spec import AttentionSpec, TensorSpec
 
@@ -43,8 +45,17 @@ logger = logging.getLogger("cudnn_mha")
 TRANSIENT = {"capture", "compiling"}
 """Rules that may not hold the next time, so that a decision with them is not kept."""
 
+NO_SPEC = {"device", "ndim", "dtype", "empty"}
+"""Rules of calls that no spec can be made of, so that there is nothing to look at any closer."""
+
+ALONE = {"cudnn", "workspace_limit"}
+"""Rules that may hold for a plan for many lengths, and not for one of the call's own."""
+
 SPLITTABLE = {"launch_grid", "index_overflow"}
 """Rules that a call escapes when it is computed in parts."""
+
+
+_PLAIN = {Tensor, Parameter}
 
 
 @dataclass(eq=False)
@@ -65,10 +76,13 @@ class Decision:
         gradient: some gradient will be wanted.
         output_stride: strides of the output that cuDNN writes.
         like_query: that is what ``empty_like(query)`` has.
+        like_lse: a tensor with the layout of the log-sum-exp, once one was made.
         like_inputs: the gradients of query, key and value are what ``empty_like`` of these gives.
         result_stride: strides of the output that an operator owes its caller.
         direct: an operator's output is what cuDNN writes.
         bare: served, and nothing but query, key and value goes in and the output comes out.
+        bare_but_gradient: the caller's tensors go to autograd, and what comes back is the result.
+        told: what plans for many lengths are told; None for plans of the call's own.
     """
 
     options: Options
@@ -83,10 +97,13 @@ class Decision:
     gradient: bool = False
     output_stride: tuple[int, ...] = ()
     like_query: bool = False
+    like_lse: Tensor | None = None
     like_inputs: bool = False
     result_stride: tuple[int, ...] = ()
     direct: bool = False
     bare: bool = False
+    bare_but_gradient: bool = False
+    told: Told | None = None
 
     @property
     def served(self) -> bool:
@@ -106,7 +123,8 @@ class Decision:
             plans.touch(slot)
             return slot.plan, grad_output  # type: ignore[return-value]
         assert self.spec is not None and self.device is not None
-        if stride not in self.backward and addressable(grad_output):
+        own = self.told is None and stride not in self.backward
+        if own and addressable(grad_output):
             spec = self.backward_spec(layout_of(grad_output))
             slot, reasons = find_plan(spec, self.device, self.options.workspace_limit)
             if TRANSIENT.isdisjoint(reason.rule for reason in reasons):
@@ -134,14 +152,21 @@ class Decision:
 MAX_DECISIONS = 4096
 
 
-class Decisions(dict[tuple[Any, ...], Decision]):
+class _Decided(Protocol):
+    reasons: tuple[Reason, ...]
+
+
+D = TypeVar("D", bound=_Decided)
+
+
+class Decisions(dict[tuple[Any, ...], D]):
     """Decisions by signature; they go when plans are dropped, and when there are too many."""
 
     def __init__(self) -> None:
         super().__init__()
         plans.on_drop(self.clear)
 
-    def keep(self, signature: tuple[Any, ...], decision: Decision) -> None:
+    def keep(self, signature: tuple[Any, ...], decision: D) -> None:
         """Remembers a decision, unless it may be another the next time."""
         if TRANSIENT.isdisjoint(reason.rule for reason in decision.reasons):
             if len(self) >= MAX_DECISIONS:
@@ -177,26 +202,9 @@ def decide(
     if device is None and query.is_cuda:
         device = devices.cuda(query.device.index)
     decision.device = device
-    # What the user set says nothing about a GPU that is not here.
-    reasons = [] if device and device.described else _policy(chosen)
-    if device is None:
-        reasons.append(not_on_cuda(query))
-    if query.dim() not in (3, 4):
-        reasons.append(
-            Reason("ndim", f"the tensors must have 3 or 4 dimensions, got {query.dim()}")
-        )
-    if not is_half(query.dtype):
-        reasons.append(
-            Reason(
-                "dtype",
-                f"query, key and value must be float16 or bfloat16, got {query.dtype}; cast them "
-                "or use torch.autocast",
-            )
-        )
-    if 0 in (*query.shape, *key.shape, *value.shape):
-        reasons.append(Reason("empty", "a dimension is 0; there is nothing for cuDNN to compute"))
-    if {"device", "ndim", "dtype", "empty"} & {reason.rule for reason in reasons}:
-        decision.reasons = tuple(reasons)  # there is no spec to look at any closer
+    reasons = first_reasons(query, key, value, device, chosen=chosen)
+    if NO_SPEC & {reason.rule for reason in reasons}:
+        decision.reasons = tuple(reasons)
         return decision
     assert device is not None
     inputs = prepare(query, key, value, mask, options)
@@ -219,16 +227,98 @@ def decide(
         decision.like_inputs = decision.as_is and grads == tuple(
             layout_of(torch.empty_like(without_data(t))) for t in raw
         )
-    try:
-        version = runtime.cudnn_version()
-    except CudnnUnavailableError as error:
-        reasons.append(Reason("unavailable", str(error), Kind.UNAVAILABLE))
-        version = config.MIN_CUDNN
+    version, unavailable = library_version()
+    reasons += unavailable
     found = [reason for spec in wanted for reason in checks.check(spec, device, version)]
-    decision.reasons = _distinct([*reasons, *found])
+    decision.reasons = distinct([*reasons, *found])
     if not decision.reasons:
-        _find_plans(decision, wanted)
+        way = _shared_way(wanted, decision)
+        if way is not None:
+            _find_plans(decision, [lengths.shared(spec, way) for spec in wanted])
+            if decision.served and query.is_cuda:
+                decision.told = lengths.tell(wanted, way, query.device)
+        refused = not decision.served and ALONE.issuperset(r.rule for r in decision.reasons)
+        if way is None or refused:
+            _find_plans(decision, wanted)
     return decision
+
+
+def _shared_way(wanted: list[AttentionSpec], decision: Decision) -> lengths.Way | None:
+    """The way in which a call runs on plans for many lengths, None where on its own."""
+    device = decision.device
+    assert device is not None
+    # While a CUDA graph is captured, what such plans are told cannot be written.
+    if device.described or torch.cuda.is_current_stream_capturing():
+        return None
+    limit = decision.options.workspace_limit
+
+    def known() -> bool:
+        keys = (plan_key(spec, device, limit) for spec in wanted)
+        return all(plans.get_or_load(key) is not None for key in keys)
+
+    return lengths.wanted(wanted, device, known)
+
+
+def first_reasons(
+    query: Tensor, key: Tensor, value: Tensor, device: Device | None, *, chosen: bool = False
+) -> list[Reason]:
+    """Why cuDNN does not compute a call, as far as it shows before there is a spec.
+
+    Args:
+        query, key, value: the caller's tensors.
+        device: the GPU, if there is one.
+        chosen: cuDNN was chosen already, so PyTorch's switches for its backends do not matter.
+    """
+    # What the user set says nothing about a GPU that is not here.
+    reasons = [] if device and device.described else _policy(chosen)
+    if device is None:
+        reasons.append(not_on_cuda(query))
+    if query.dim() not in (3, 4):
+        reasons.append(
+            Reason("ndim", f"the tensors must have 3 or 4 dimensions, got {query.dim()}")
+        )
+    if not is_half(query.dtype):
+        reasons.append(
+            Reason(
+                "dtype",
+                f"query, key and value must be float16 or bfloat16, got {query.dtype}; cast them "
+                "or use torch.autocast",
+            )
+        )
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        reasons.append(Reason("empty", "a dimension is 0; there is nothing for cuDNN to compute"))
+    return reasons
+
+
+def library_version() -> tuple[int, list[Reason]]:
+    """The version of cuDNN, or of the oldest that would do and why there is none."""
+    try:
+        return runtime.cudnn_version(), []
+    except CudnnUnavailableError as error:
+        return config.MIN_CUDNN, [Reason("unavailable", str(error), Kind.UNAVAILABLE)]
+
+
+def plain(*tensors: Tensor) -> bool:
+    """Whether these are CUDA tensors with memory of their own to look at.
+
+    Subclasses and functorch's wrappers have none.
+    """
+    return (
+        all(type(t) in _PLAIN for t in tensors)
+        and tensors[0].is_cuda
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def not_for_cudnn(query: Tensor) -> Reason:
+    """The reason for a call whose tensors are not `plain`."""
+    if not query.is_cuda:
+        return not_on_cuda(query)
+    return Reason(
+        "tensor_type",
+        "the tensors must be plain tensors outside of functorch transforms, got "
+        f"{type(query).__name__}",
+    )
 
 
 def not_on_cuda(query: Tensor) -> Reason:
@@ -247,12 +337,17 @@ def _find_plans(decision: Decision, wanted: list[AttentionSpec]) -> None:
         reasons += found
         if slot is not None:
             slots.append(slot)
-    decision.reasons = _distinct(reasons)
+    decision.reasons = distinct(reasons)
     if reasons:
         return
     decision.forward = slots[0]
     spec = slots[0].plan.spec  # type: ignore[union-attr]
-    decision.bare = decision.as_is and not (decision.gradient or spec.lse or spec.dropout_p)
+    decision.bare = decision.as_is and not (
+        decision.gradient or spec.lse or spec.dropout_p or spec.ragged
+    )
+    decision.bare_but_gradient = (
+        decision.as_is and decision.gradient and not (decision.options.return_lse or spec.dropout_p)
+    )
     if decision.gradient:
         assert decision.spec is not None
         decision.backward[decision.spec.output.stride] = slots[1]
@@ -266,9 +361,7 @@ def find_plan(
     key = plan_key(spec, device, workspace_limit)
     if not device.described and key not in plans and torch.cuda.is_current_stream_capturing():
         # Loading and building allocate and synchronize, which a capture does not survive.
-        message = "no plan is there yet, and none can be made while a CUDA graph is captured; "
-        message += "run the call once before the capture"
-        return None, (Reason("capture", message, Kind.UNAVAILABLE),)
+        return None, (not_while_captured(),)
     mode = config.settings().build
     # A backward on the plan would drop other weights than PyTorch's forward did.
     if mode == "background" and (spec.dropout_p or device.described):
@@ -291,7 +384,15 @@ def find_plan(
     return slot, ()
 
 
-def _distinct(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
+def not_while_captured() -> Reason:
+    """The reason for a call that was never made before a capture."""
+    message = "no plan is there yet, and none can be made while a CUDA graph is captured; "
+    message += "run the call once before the capture"
+    return Reason("capture", message, Kind.UNAVAILABLE)
+
+
+def distinct(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
+    """Each reason once, in order."""
     return tuple(dict.fromkeys(reasons))
 
 
@@ -379,7 +480,7 @@ def compute(
         output, lse = reference.attention(
             query, key, value, mask, o.dropout_p, o.is_causal, o.scale
         )
-        return output, lse.detach().float() if o.return_lse else None
+        return output, lse.float() if o.return_lse else None
     if mask is not None and mask.dim() < 2:
         mask = mask.expand(1, *(mask.shape or (1,)))
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()

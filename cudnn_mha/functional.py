@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
-from cudnn_mha import config, ops
-from cudnn_mha.attention import attend, forward
+from cudnn_mha import config, extended, ops
+from cudnn_mha.attention import apply, attend, forward
 from cudnn_mha.cache import plans
 from cudnn_mha.checks import ALIGNMENT, Kind, Reason
 from cudnn_mha.dispatch import (
@@ -21,26 +21,37 @@ from cudnn_mha.dispatch import (
     compute,
     decide,
     fall_back,
-    not_on_cuda,
+    not_for_cudnn,
 )
 from cudnn_mha.errors import CudnnSdpaUnsupportedError
+from cudnn_mha.extended import Given
 from cudnn_mha.inputs import (
     Inputs,
     Options,
     Parts,
+    autocast,
     four_dimensional,
     is_half,
+    make_options,
     outline,
     prepare,
-    require_kinds,
     require_tensors,
     row_shift,
     split,
     validate,
 )
+from cudnn_mha.terms import make_terms
 
 _PLAIN = {Tensor, Parameter}
-_decisions = Decisions()
+_decisions: Decisions[Decision] = Decisions()
+
+# What every call asks PyTorch, without the way through its modules, which are large and cold.
+_is_compiling = torch.compiler.is_compiling
+_is_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_deterministic = torch._C._get_deterministic_algorithms
+_is_grad_enabled = torch.is_grad_enabled
+_are_transforms_active = torch._C._are_functorch_transforms_active
+_is_cudnn_enabled = torch._C._get_cudnn_sdp_enabled
 
 with contextlib.suppress(ValueError):  # the first call says what is wrong
     config.settings()
@@ -61,6 +72,14 @@ def cudnn_sdpa(
     deterministic: bool | None = ...,
     workspace_limit: int | str | None = ...,
     fallback: bool = ...,
+    seq_lens_q: Tensor | None = ...,
+    seq_lens_kv: Tensor | None = ...,
+    causal_alignment: str = ...,
+    window: tuple[int, int] | None = ...,
+    alibi: bool = ...,
+    alibi_slopes: Tensor | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
 ) -> Tensor: ...
 
 
@@ -79,6 +98,14 @@ def cudnn_sdpa(
     deterministic: bool | None = ...,
     workspace_limit: int | str | None = ...,
     fallback: bool = ...,
+    seq_lens_q: Tensor | None = ...,
+    seq_lens_kv: Tensor | None = ...,
+    causal_alignment: str = ...,
+    window: tuple[int, int] | None = ...,
+    alibi: bool = ...,
+    alibi_slopes: Tensor | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -96,6 +123,14 @@ def cudnn_sdpa(
     deterministic: bool | None = None,
     workspace_limit: int | str | None = None,
     fallback: bool = True,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    causal_alignment: str = "top_left",
+    window: tuple[int, int] | None = None,
+    alibi: bool = False,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Scaled dot-product attention, computed by cuDNN.
 
@@ -123,12 +158,31 @@ def cudnn_sdpa(
         enable_gqa: Hk and Hv may be divisors of Hq, and may differ: query head h uses key head
             ``h // (Hq // Hk)``.
         return_lse: also return the log-sum-exp of each row's scores, natural logarithm, float32,
-            ``(B, Hq, Sq)``; -inf for a row that masks everything. It has no gradient.
+            ``(B, Hq, Sq)``; -inf for a row that masks everything. cuDNN has no gradient of it,
+            and asking for one raises; where PyTorch computes it has one, in compiled code none.
         deterministic: True asks for gradients that are bit-equal on every run; None follows
             ``torch.use_deterministic_algorithms``.
         workspace_limit: most bytes of scratch device memory, or a text such as ``'64MiB'``; plans
             that need more are not used. Default: ``TORCH_CUDNN_MHA_WORKSPACE_LIMIT``, else none.
         fallback: False raises where cuDNN does not serve the call.
+        seq_lens_q: ``(B,)`` integers on the device: how many of the first rows of each sequence's
+            query are real; the rest is padding. Output and gradients of padding are zeros, its
+            log-sum-exp is -inf, and it may hold anything, NaN too. Values are clamped to
+            ``[0, Sq]``; nothing is read back to the host.
+        seq_lens_kv: likewise for key and value, ``[0, Skv]``.
+        causal_alignment: where the diagonal of ``is_causal``, ``window`` and ALiBi lies:
+            ``"top_left"``, from the first query and key, or ``"bottom_right"``, through the last
+            ones, of each sequence where lengths are given. With ``"bottom_right"`` the distance
+            is ``d = i - j + Skv - Sq``, else ``d = i - j``.
+        window: ``(left, right)``: query i sees key j where ``-right <= d <= left``, as
+            FlashAttention counts; -1 stands for no bound. Together with ``is_causal`` right is 0.
+        alibi: adds ``-slope * |d|`` to the scores, with the slopes of Press et al., "Train Short,
+            Test Long" (2022).
+        alibi_slopes: ``(Hq,)`` slopes in place of those; they have no gradient.
+        softcap: turns scores s into ``softcap * tanh(s / softcap)`` before every mask, as Gemma 2
+            does. None or 0 for none.
+        sinks: ``(Hq,)`` one logit for each head that takes part in softmax and log-sum-exp but
+            has no key, as in gpt-oss. May require a gradient.
 
     Returns:
         ``(B, Hq, Sq, Dv)`` in the memory order of query; with ``return_lse`` the pair of it and
@@ -140,7 +194,37 @@ def cudnn_sdpa(
         ValueError, TypeError: arguments that mean nothing; the message names the argument.
         RuntimeError: both ``attn_mask`` and ``is_causal``, or tensors on several devices.
     """
-    if torch.compiler.is_compiling():
+    ordinary = (
+        seq_lens_q is None
+        and seq_lens_kv is None
+        and (window is None or window == (-1, -1))
+        and alibi_slopes is None
+        and (softcap is None or softcap == 0)
+        and sinks is None
+        and alibi is False
+        and causal_alignment == "top_left"
+    )
+    if not ordinary:
+        return _extended(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            return_lse,
+            deterministic,
+            workspace_limit,
+            fallback,
+            (seq_lens_q, seq_lens_kv, alibi_slopes, sinks),
+            causal_alignment,
+            window,
+            softcap,
+            alibi,
+        )
+    if _is_compiling():
         return _traced(
             query,
             key,
@@ -163,11 +247,11 @@ def cudnn_sdpa(
     )
     if not plain:
         require_tensors(query, key, value, attn_mask)
-    if torch._C._is_any_autocast_enabled():
-        query, key, value = (_autocast(t) for t in (query, key, value))
+    if _is_autocast_enabled():
+        query, key, value = (autocast(t) for t in (query, key, value))
     if deterministic is None:
-        deterministic = torch._C._get_deterministic_algorithms()
-    gradient = torch.is_grad_enabled() and (
+        deterministic = _is_deterministic()
+    gradient = _is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
         or value.requires_grad
@@ -175,7 +259,7 @@ def cudnn_sdpa(
     )
     signature = None
     # Subclasses and functorch's wrappers have no memory of their own to look at.
-    if plain and query.is_cuda and not torch._C._are_functorch_transforms_active():
+    if plain and query.is_cuda and not _are_transforms_active():
         signature = (
             query.shape,
             query.stride(),
@@ -200,26 +284,58 @@ def cudnn_sdpa(
             deterministic,
             workspace_limit,
             fallback,
-            torch._C._get_cudnn_sdp_enabled(),
+            _is_cudnn_enabled(),
         )
         decision = _decisions.get(signature)
         if decision is not None:
             return _decided(decision, query, key, value, attn_mask)
-    require_kinds(dropout_p, is_causal, scale, enable_gqa, return_lse, deterministic, fallback)
-    if workspace_limit is None:
-        workspace_limit = config.settings().workspace_limit
-    options = Options(
-        float(dropout_p),
+    options = make_options(
+        dropout_p,
         is_causal,
-        None if scale is None else float(scale),
+        scale,
         enable_gqa,
         return_lse,
         deterministic,
-        config.parse_bytes(workspace_limit),
+        workspace_limit,
         fallback,
     )
     validate(query, key, value, attn_mask, options)
     return _first_call(query, key, value, attn_mask, options, gradient, signature)
+
+
+@_disable_dynamo
+def _extended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    deterministic: bool | None,
+    workspace_limit: int | str | None,
+    fallback: bool,
+    tensors: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    causal_alignment: str,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A call with arguments that PyTorch's function does not have; compilers leave it as it is."""
+    options = make_options(
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        return_lse,
+        deterministic,
+        workspace_limit,
+        fallback,
+    )
+    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi)
+    return extended.padded(Given(query, key, value, mask, *tensors), options, terms)
 
 
 def _traced(
@@ -237,7 +353,7 @@ def _traced(
     fallback: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The call as a compiler sees it: addresses and plans mean nothing to it, operators do."""
-    query, key, value = (_autocast(t) for t in (query, key, value))
+    query, key, value = (autocast(t) for t in (query, key, value))
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = Options(
@@ -315,6 +431,8 @@ def _decided(
     try:
         if decision.bare:
             return forward(decision, query, key, value)[0]
+        if decision.bare_but_gradient:
+            return apply(query, key, value, None, None, None, decision)  # type: ignore[no-any-return]
         if decision.as_is:
             inputs = Inputs(query, key, value, None, None)
         else:
@@ -349,7 +467,7 @@ def _first_call(
     if signature is None or 0 in (*query.shape, *key.shape, *value.shape):
         # Not cuDNN's: no GPU, nothing to compute, or tensors without plain memory.
         decision = Decision(options, outline(query, value, options), gradient=gradient)
-        decision.reasons = (_not_for_cudnn(query),)
+        decision.reasons = (not_for_cudnn(query),)
         if query.numel() and not options.fallback:
             return _result(
                 decision.options, fall_back(query, key, value, mask, decision, decision.reasons)
@@ -364,16 +482,6 @@ def _first_call(
             return _in_parts(parts, options)
     _decisions.keep(signature, decision)
     return _decided(decision, query, key, value, mask)
-
-
-def _not_for_cudnn(query: Tensor) -> Reason:
-    if not query.is_cuda:
-        return not_on_cuda(query)
-    return Reason(
-        "tensor_type",
-        "the tensors must be plain tensors outside of functorch transforms, got "
-        f"{type(query).__name__}",
-    )
 
 
 def _in_parts(parts: Parts, options: Options) -> Tensor | tuple[Tensor, Tensor]:
@@ -400,12 +508,3 @@ def _in_parts(parts: Parts, options: Options) -> Tensor | tuple[Tensor, Tensor]:
 
 def _mask_signature(mask: Tensor) -> tuple[Any, ...]:
     return (mask.shape, mask.stride(), mask.dtype, mask.get_device(), mask.requires_grad)
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """What ``torch.autocast`` does to the arguments of PyTorch's attention."""
-    kind = tensor.device.type
-    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-    if eligible and torch.is_autocast_enabled(kind):
-        return tensor.to(torch.get_autocast_dtype(kind))
-    return tensor

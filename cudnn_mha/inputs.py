@@ -8,6 +8,7 @@ call is described that has shapes but no data.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cudnn_mha import config
 from cudnn_mha.checks import ALIGNMENT, HALF_DTYPES
 from cudnn_mha.spec import (
     AttentionSpec,
@@ -32,6 +34,9 @@ from cudnn_mha.spec import (
 
 # A mask row without a larger entry is shifted up; see "low_mask_rows" in checks.HAZARDS.
 LOW_MASK_ROW = -1e4
+
+# Elements: PyTorch counts bytes in 63 bits, and a head dimension of 1 is padded to 8.
+_MOST_COUNTED = 2**56
 
 _DTYPES = {
     torch.float16: "float16",
@@ -122,6 +127,48 @@ def require_kinds(
             raise TypeError(f"{name} must be True or False, got {given!r}")
 
 
+def make_options(
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    deterministic: bool | None,
+    workspace_limit: int | str | None,
+    fallback: bool,
+) -> Options:
+    """The options that a caller's arguments mean.
+
+    Raises:
+        ValueError, TypeError: an argument means nothing; the message names it.
+    """
+    if deterministic is None:
+        deterministic = torch._C._get_deterministic_algorithms()
+    require_kinds(dropout_p, is_causal, scale, enable_gqa, return_lse, deterministic, fallback)
+    if workspace_limit is None:
+        workspace_limit = config.settings().workspace_limit
+    return Options(
+        float(dropout_p),
+        is_causal,
+        None if scale is None else float(scale),
+        enable_gqa,
+        return_lse,
+        deterministic,
+        config.parse_bytes(workspace_limit),
+        fallback,
+    )
+
+
+def autocast(tensor: Tensor) -> Tensor:
+    """What ``torch.autocast`` does to the arguments of PyTorch's attention."""
+    kind = tensor.device.type
+    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    # Devices such as "meta" know no autocast and raise where they are asked.
+    if eligible and torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(kind):
+        return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor
+
+
 def validate(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: Options) -> None:
     """Refuses calls that mean nothing, for cuDNN and PyTorch alike.
 
@@ -164,11 +211,8 @@ def validate(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: 
         raise ValueError(
             f"key and value must have the same length, got {key.shape[-2]} and {value.shape[-2]}"
         )
-    if not 0 <= o.dropout_p <= 1:
-        raise ValueError(f"dropout_p must be in [0, 1], got {o.dropout_p}")
-    if o.scale is not None and not -math.inf < o.scale < math.inf:
-        raise ValueError(f"scale must be finite, got {o.scale}")
-    lead = _lead_shape(query, key, value, o.enable_gqa)
+    validate_numbers(o)
+    lead = lead_shape(query, key, value, o.enable_gqa)
     if mask is None:
         return
     if o.is_causal:
@@ -189,11 +233,76 @@ def validate(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: 
         raise ValueError(f"attn_mask must broadcast to {scores}, got {tuple(mask.shape)}")
 
 
+def require_alike(tensors: dict[str, Tensor], hint: str = "") -> None:
+    """Raises where query, key and value, with heads in dimension 1 each, do not go together.
+
+    Args:
+        tensors: the three by the names of the caller's arguments.
+        hint: what may be the matter where heads do not fit.
+    """
+    query, key, value = tensors.values()
+    *first, last = tensors
+    names = f"{', '.join(first)} and {last}"
+    for name, tensor in tensors.items():
+        if tensor.dtype != query.dtype or not tensor.is_floating_point():
+            raise TypeError(
+                f"{names} must have the same floating-point dtype, got {query.dtype}, {key.dtype} "
+                f"and {value.dtype}; cast them"
+            )
+        if tensor.device != query.device:
+            raise RuntimeError(
+                f"{name} must be on the device of query, {query.device}, got {tensor.device}"
+            )
+        if tensor.shape[1] == 0 or query.shape[1] % tensor.shape[1]:
+            raise ValueError(
+                f"the heads of {name} must divide those of query, got {tensor.shape[1]} and "
+                f"{query.shape[1]}{hint}"
+            )
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"{first[0]} and {first[1]} must have the same head dimension, got "
+            f"{query.shape[-1]} and {key.shape[-1]}"
+        )
+
+
+def validate_numbers(o: Options) -> None:
+    """Raises ValueError for a number out of its range."""
+    if not 0 <= o.dropout_p <= 1:
+        raise ValueError(f"dropout_p must be in [0, 1], got {o.dropout_p}")
+    if o.scale is not None and not -math.inf < o.scale < math.inf:
+        raise ValueError(f"scale must be finite, got {o.scale}")
+
+
+def require_countable(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: Options
+) -> None:
+    """Refuses a valid call of shapes whose tensors have more elements than PyTorch counts.
+
+    Raises:
+        ValueError: names the tensor.
+    """
+    *batch, heads = lead_shape(query, key, value, o.enable_gqa) or (1,)
+    made = {
+        "query": (*batch, heads, *query.shape[-2:]),
+        "key": (*batch, *key.shape[-3:]),
+        "value": (*batch, *value.shape[-3:]),
+        "the output": (*batch, heads, query.shape[-2], value.shape[-1]),
+    }
+    if mask is not None:
+        made["attn_mask"] = (*mask.shape[:-1], key.shape[-2])  # which is written out over the keys
+    for name, shape in made.items():
+        if math.prod(shape) > _MOST_COUNTED:
+            raise ValueError(
+                f"{name} would be of shape {shape}, of which no GPU holds the elements; make the "
+                "call smaller"
+            )
+
+
 def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
     return tuple(torch.broadcast_shapes(*shapes))
 
 
-def _lead_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+def lead_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
     """Batch and head extents of the scores."""
     shapes = [t.shape[:-2] for t in (query, key, value)]
     if enable_gqa and shapes[0]:
@@ -234,13 +343,19 @@ def _strides_fit(tensor: Tensor) -> bool:
 def prepare(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: Options) -> Inputs:
     """The tensors of a valid call, made addressable; copies only what has to be."""
     query, key, value = four_dimensional(query, key, value, o)
-    if o.scale is not None and o.scale <= 0:
-        query = query * math.copysign(o.scale != 0, o.scale)
-    query, key, value = (_addressable(_pad_to_8(t)) for t in (query, key, value))
+    query = sign_moved(query, o.scale)
+    query, key, value = (addressable_copy(pad_to_8(t)) for t in (query, key, value))
     if mask is None:
         return Inputs(query, key, value, None, None)
     bias, shift = _bias(mask, query.shape[2], key.shape[2], query.dtype)
     return Inputs(query, key, value, bias, shift)
+
+
+def sign_moved(query: Tensor, scale: float | None) -> Tensor:
+    """The query with the sign of a scale that is not positive; see checks.HAZARDS."""
+    if scale is None or scale > 0:
+        return query
+    return query * math.copysign(scale != 0, scale)
 
 
 def four_dimensional(
@@ -248,7 +363,7 @@ def four_dimensional(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors as ``(B, H, S, D)`` of one batch size."""
     query, key, value = (t[None] if t.dim() == 3 else t for t in (query, key, value))
-    batch, heads = _lead_shape(query, key, value, o.enable_gqa)
+    batch, heads = lead_shape(query, key, value, o.enable_gqa)
     # Key and value keep fewer heads: cuDNN groups the query's heads over them.
     return (
         _expand(query, batch, heads),
@@ -271,7 +386,8 @@ def _expand(tensor: Tensor, batch: int, heads: int) -> Tensor:
     return tensor.expand(batch, heads, -1, -1)
 
 
-def _pad_to_8(tensor: Tensor) -> Tensor:
+def pad_to_8(tensor: Tensor) -> Tensor:
+    """The tensor with zeros behind its head dimension, up to a multiple of 8."""
     missing = -tensor.shape[-1] % 8
     if not missing:
         return tensor
@@ -281,7 +397,8 @@ def _pad_to_8(tensor: Tensor) -> Tensor:
     return padded.permute([order.index(dim) for dim in range(tensor.dim())])
 
 
-def _addressable(tensor: Tensor) -> Tensor:
+def addressable_copy(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy where cuDNN cannot address it."""
     if tensor.numel() == 0 or addressable(tensor):
         return tensor
     dense = layout_like(tensor.shape, layout_of(tensor))
@@ -422,7 +539,7 @@ def forward_spec(
         query,
         key,
         value,
-        output=layout_like((*query.shape[:3], value.shape[3]), query)
+        layout_like((*query.shape[:3], value.shape[3]), query)
         if output is None
         else layout_of(output),
         scale=scale,
@@ -446,16 +563,10 @@ def backward_spec(
         assert forward.bias is not None
         shape = forward.bias.shape
         grad_bias = TensorSpec(shape, contiguous_stride(shape), forward.query.dtype)
-    return AttentionSpec(
-        Direction.BACKWARD,
-        forward.query,
-        forward.key,
-        forward.value,
-        forward.output,
-        scale=forward.scale,
-        bias=forward.bias,
-        causal=forward.causal,
-        dropout_p=forward.dropout_p,
+    return dataclasses.replace(
+        forward,
+        direction=Direction.BACKWARD,
+        lse=False,
         deterministic=deterministic,
         grad_output=grad_output,
         grad_query=layout_like(forward.query.shape, forward.query),

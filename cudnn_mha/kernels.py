@@ -18,7 +18,6 @@ from cudnn_mha.cache import plans
 from cudnn_mha.checks import ALIGNMENT, Reason
 from cudnn_mha.dispatch import SPLITTABLE, Decision, Decisions, decide
 from cudnn_mha.inputs import (
-    Inputs,
     Options,
     Parts,
     empty_output,
@@ -30,7 +29,7 @@ from cudnn_mha.inputs import (
     without_data,
 )
 
-_decisions = Decisions()
+_decisions: Decisions[Decision] = Decisions()
 
 
 class Arguments(NamedTuple):
@@ -193,10 +192,12 @@ def forward(
     if decision.forward is not None:
         plans.touch(decision.forward)
         if decision.direct:
-            return attention.forward(decision, query, key, value, None, seed, offset)
+            output, lse = attention.forward(decision, query, key, value, None, seed, offset)
+            return output, lse if lse is None else lse.contiguous()
         inputs = prepare(query, key, value, bias, decision.options)
         output, lse = attention.forward(decision, *inputs[:4], seed, offset)
-        return _in_layout(output[..., : decision.outline.dim_v], decision.result_stride), lse
+        output = _in_layout(output[..., : decision.outline.dim_v], decision.result_stride)
+        return output, lse if lse is None else lse.contiguous()
     parts = _parts(decision, query, key, value, bias)
     if parts is None:
         raise NotServed(decision.reasons)
@@ -292,29 +293,20 @@ def _backward(
     seed: Tensor | None,
     offset: Tensor | None,
 ) -> Gradients:
-    inputs = Inputs(query, key, value, None, None)
+    prepared: tuple[Tensor, Tensor, Tensor, Tensor | None] = (query, key, value, None)
     if not decision.as_is:
-        inputs = prepare(query, key, value, bias, decision.options)
-        missing = inputs.value.shape[-1] - output.shape[-1]
+        prepared = prepare(query, key, value, bias, decision.options)[:4]
+        missing = prepared[2].shape[-1] - output.shape[-1]
         if missing:
             output, grad_output = (F.pad(t, (0, missing)) for t in (output, grad_output))
     stride = decision.output_stride
     if output.stride() != stride or output.data_ptr() % ALIGNMENT:
         output = output.new_empty_strided(output.shape, stride).copy_(output)
     found = attention.backward(
-        decision,
-        grad_output,
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        inputs.bias,
-        output,
-        lse.contiguous(),
-        seed,
-        offset,
+        decision, grad_output, *prepared, output, lse.contiguous(), seed, offset
     )
     if decision.like_inputs:
-        return Gradients(*found[:3], None)
+        return Gradients(*found)
     grad_query, grad_bias = found[0], found[3]
     scale = decision.options.scale
     if scale is not None and scale <= 0:  # the query was multiplied by this

@@ -158,7 +158,7 @@ def gpu(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "decide", decide)
     monkeypatch.setattr(kernels, "_decisions", dispatch.Decisions())
     monkeypatch.setattr(dispatch, "find_plan", find_plan)
-    monkeypatch.setattr(attention, "_run", interpret)
+    monkeypatch.setattr(attention, "run", interpret)
 
 
 def interpret(plan: Plan, addresses: list[int]) -> None:
@@ -314,18 +314,22 @@ def test_results_are_what_pytorch_tells_compilers(
         assert scalar.dtype == torch.int64
 
 
+@pytest.mark.parametrize("grad_mode", [False, True])
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 def test_no_two_results_that_anybody_reads_share_memory(
-    served: Served, dropout_p: float, lse: bool
+    served: Served, dropout_p: float, lse: bool, grad_mode: bool
 ) -> None:
     tensors = [t.detach() for t in qkv()]
-    calls = [
-        aten._scaled_dot_product_cudnn_attention(*tensors, None, lse, dropout_p) for _ in range(2)
-    ]
-    read = (0, 1, 6, 7) if lse or dropout_p else (0,)
-    results = [call[i] for call in calls for i in read if call[i] is not None]
-    assert len(results) == (8 if lse else 6 if dropout_p else 2)
+    with torch.set_grad_enabled(grad_mode):
+        calls = [
+            aten._scaled_dot_product_cudnn_attention(*tensors, None, lse, dropout_p)
+            for _ in range(2)
+        ]
+    # Compiled graphs, which run without grad mode, own the scalars too.
+    scalars = (6, 7) if dropout_p or (lse and not grad_mode) else ()
+    results = [call[i] for call in calls for i in (0, 1, *scalars) if call[i] is not None]
+    assert len(results) == 2 * (1 + lse + len(scalars))
     assert disjoint(memory([*results, *tensors]))
     alive = [weakref.ref(r) for r in results]
     del calls, results
@@ -334,7 +338,7 @@ def test_no_two_results_that_anybody_reads_share_memory(
 
 def test_what_nobody_reads_is_one_tensor_for_all_calls(served: Served) -> None:
     tensors = [t.detach() for t in qkv()]
-    calls = [aten._scaled_dot_product_cudnn_attention(*tensors, None, False) for _ in range(2)]
+    calls = [aten._scaled_dot_product_cudnn_attention(*tensors, None, lse) for lse in (False, True)]
     assert len({scalar.data_ptr() for call in calls for scalar in call[6:8]}) == 1
 
 

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -170,10 +171,13 @@ def test_lse_is_that_of_the_scores(options: dict[str, Any], masked: bool) -> Non
     torch.testing.assert_close(lse, torch.logsumexp(scores, -1), rtol=1e-5, atol=1e-5)
 
 
-def test_lse_has_no_gradient() -> None:
-    output, lse = cudnn_sdpa(*qkv(), return_lse=True)
-    assert output.requires_grad
-    assert not lse.requires_grad
+def test_lse_has_a_gradient_where_pytorch_computes_it() -> None:
+    query, key, value = qkv()
+    _, lse = cudnn_sdpa(query, key, value, return_lse=True)
+    (got,) = torch.autograd.grad(lse.sum(), query)
+    scores = query @ key.mT / D**0.5
+    (want,) = torch.autograd.grad(scores.logsumexp(-1).sum(), query)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_certain_dropout_drops_all() -> None:
@@ -496,6 +500,26 @@ def test_explains_a_workspace_limit() -> None:
     assert {reason.rule for reason in verdict.reasons} == {"workspace_limit"}
 
 
+@pytest.mark.parametrize(
+    ("scale", "sign", "left"), [(0, 0, "1"), (-0.0, 0, "1"), (-0.25, -1, "0.25")]
+)
+def test_explains_what_becomes_of_a_scale_that_is_not_positive(
+    scale: float, sign: int, left: str
+) -> None:
+    shape = (1, 4, 128, 64)
+    verdict = explain(shape, shape, shape, scale=scale, requires_grad=True, gpu="h200")
+    assert [len(graph.remedies) for graph in verdict.graphs] == [1, 1]
+    for graph in verdict.graphs:
+        assert f" scale={left}" in graph.spec
+        assert graph.remedies[0].startswith(
+            f"scale is {scale:g}: the query is multiplied by its sign, {sign}, and the graph "
+            f"takes scale {left} ("
+        )
+        assert f"remedy: {graph.remedies[0]}" in str(verdict)
+    positive = explain(shape, shape, shape, scale=0.25, requires_grad=True, gpu="h200")
+    assert [graph.remedies for graph in positive.graphs] == [(), ()]
+
+
 def test_explain_refuses_what_the_call_refuses() -> None:
     shape = (1, 4, 16, 8)
     with pytest.raises(ValueError, match=r"gpu must be one of .*h200.*, got 'gtx'"):
@@ -504,6 +528,85 @@ def test_explain_refuses_what_the_call_refuses() -> None:
         explain(shape, (1, 4, 16, 16), shape, gpu="h200")
     with pytest.raises(RuntimeError, match="is_causal"):
         explain(shape, shape, shape, (16, 16), is_causal=True, gpu="h200")
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ("1,4,16,8", TypeError, "a shape of whole numbers such as (4, 32, 4096, 128), got '1,4,"),
+        (b"\1\4\10\10", TypeError, "got b'"),
+        (("1", "4", "16", "8"), TypeError, "got ('1', '4', '16', '8')"),
+        ((1, 4, 16.0, 8), TypeError, "got (1, 4, 16.0, 8)"),
+        (16, TypeError, "got 16"),
+        ((1, 4, -16, 8), ValueError, "no negative size, got (1, 4, -16, 8)"),
+        ((1, 4, 10**12, 10**12), ValueError, "at most 2^48 elements"),
+    ],
+)
+def test_explain_names_what_is_no_shape(
+    name: str, given: Any, error: type[Exception], words: str
+) -> None:
+    shape = (1, 4, 16, 8)
+    shapes = {"query": shape, "key": shape, "value": shape} | {name: given}
+    with pytest.raises(error) as caught:
+        explain(**shapes, gpu="h200")
+    assert str(caught.value).startswith(f"{name} must ")
+    assert words in str(caught.value)
+
+
+def test_explain_takes_every_kind_of_whole_number() -> None:
+    shape = np.array((1, 4, 16, 8))
+    verdict = explain(shape, torch.Size(shape.tolist()), shape.tolist(), gpu="h200")
+    assert verdict.graphs[0].spec.startswith("forward query=1x4x16x8:bfloat16 key=1x4x16x8:")
+
+
+LONG = 10**11
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((1, 1, LONG, 8),) * 3 + ((LONG, 1),), f"attn_mask would be of shape ({LONG}, {LONG})"),
+        (
+            ((1, 1, LONG, 8), (1, 1, 8, 8), (1, 1, 8, LONG)),
+            f"the output would be of shape (1, 1, {LONG}, {LONG})",
+        ),
+        (
+            ((LONG, 1, 8, 8), (1, 1, LONG, 8), (1, 1, LONG, 8)),
+            f"key would be of shape ({LONG}, 1, {LONG}, 8)",
+        ),
+        (
+            ((LONG, 1, 8, 8), (1, LONG, 8, 8), (1, LONG, 8, 8)),
+            f"query would be of shape ({LONG}, {LONG}, 8, 8)",
+        ),
+    ],
+)
+def test_explain_refuses_what_cannot_be_counted(
+    shapes: tuple[tuple[int, ...], ...], message: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        explain(*shapes, gpu="h200")
+    assert str(caught.value).startswith(message)
+    assert "no GPU holds" in str(caught.value)
+
+
+def test_explains_that_a_call_is_larger_than_the_gpu() -> None:
+    shape = (1, 1, 64, 10**9)
+    verdict = explain(shape, shape, shape, gpu="h200")
+    assert [(reason.rule, reason.kind) for reason in verdict.reasons] == [
+        ("memory", Kind.UNAVAILABLE)
+    ]
+    assert verdict.reasons[0].message == (
+        "the tensors of the call take 358 GiB, and NVIDIA H200 has 140 GiB; make the call smaller"
+    )
+    assert not verdict.served
+    assert verdict.graphs[0].engine is None
+    assert verdict.runs == "nothing, since the tensors do not fit into the GPU's memory"
+
+    once = torch.empty(1, 1, 10**9, 64, dtype=torch.bfloat16, device="meta")
+    assert explain(once, once, once, gpu="h200").served  # 119 GiB
+    repeated = once[:, :, :1].expand(1, 1, 10**9, 64)
+    assert explain(repeated, repeated[..., :64], repeated, gpu="h200").served
 
 
 def test_an_error_survives_pickling() -> None:

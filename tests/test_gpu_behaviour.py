@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cudnn_mha
-from cudnn_mha import config, cudnn_sdpa, dispatch, functional, reference, runtime
+from cudnn_mha import config, cudnn_sdpa, dispatch, functional, lengths, reference, runtime
 from tests.oracle import Call, assert_right, ours
 from tests.test_gpu_values import BF16, FP16, FP32, call, call_with_gradient, randn
 
@@ -244,12 +244,16 @@ def test_cache_counts() -> None:
 def test_eviction_lets_go_and_rebuilds(monkeypatch: pytest.MonkeyPatch) -> None:
     from cudnn_mha.cache import plans
 
+    monkeypatch.setenv(config.LENGTHS, "exact")
+    config.reload()
     cudnn_mha.cache_clear()
     monkeypatch.setattr(plans, "_maxsize", 3)
     for length in (16, 24, 32, 40, 48, 16):
         assert_right(call(lengths=(length, length)), gradients=False)
     info = cudnn_mha.cache_info()
     assert info.currsize == 3 and info.evictions == 3 and info.builds == 6
+    monkeypatch.undo()
+    config.reload()
 
 
 def test_workspace_limit_refuses_with_the_least_need() -> None:
@@ -351,12 +355,6 @@ def test_double_backward_is_a_clear_error() -> None:
         torch.autograd.grad(output.sum(), query, create_graph=True)
 
 
-def test_lse_has_no_gradient() -> None:
-    query = randn(1, 2, 64, 64).requires_grad_()
-    _, lse = cudnn_sdpa(query, query, query, return_lse=True, fallback=False)
-    assert not lse.requires_grad
-
-
 def test_activation_checkpointing() -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -437,6 +435,8 @@ def test_handles_of_ended_threads_are_used_again() -> None:
 
 
 def test_explain_agrees_with_the_call() -> None:
+    lengths.met.clear()
+    cudnn_mha.cache_clear()
     case = call(lengths=(333, 777))
     served = cudnn_mha.explain(case.query, case.key, case.value, requires_grad=True)
     assert served.served and served.runs == "cuDNN"

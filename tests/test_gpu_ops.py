@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -139,7 +141,7 @@ def test_rows_of_very_low_mask_values(low: float) -> None:
     want = scores.softmax(-1) @ tensors[2]
     assert case.grad_output is not None
     grads = torch.autograd.grad(want, [*tensors, shifted], case.grad_output.double())
-    for name, exact in zip(("output", *NAMES), (want.detach(), *grads), strict=True):
+    for name, exact in zip(("output", *NAMES[:4]), (want.detach(), *grads), strict=True):
         assert (got[name].double() - exact).norm() < 0.01 * exact.norm(), name
     _, lse, *_ = sdpa_forward(case.query, case.key, case.value, mask.detach(), fallback=False)
     error = (lse.squeeze(-1).double() - scores.detach().logsumexp(-1)).abs().max()
@@ -415,10 +417,27 @@ def test_exported_program() -> None:
         near(program.module()(packed), block(packed))
 
 
+PLAIN_PACKAGE = """
+import sys, torch
+
+class Double(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+x = torch.ones(4, device="cuda")
+program = torch.export.export(Double(), (x,))
+path = torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1])
+assert (torch._inductor.aoti_load_package(path)(x) == 2).all()
+"""
+
+
 @the_compilers_own
 def test_ahead_of_time_compiled_package(tmp_path: Path) -> None:
     if CUDA_HOME is None:
         pytest.skip("AOTInductor builds against CUDA's headers, which are not installed")
+    plain = [sys.executable, "-c", PLAIN_PACKAGE, str(tmp_path / "plain.pt2")]
+    if subprocess.run(plain, check=False, capture_output=True).returncode:
+        pytest.skip("this PyTorch cannot load even a package without attention")
     path = torch._inductor.aoti_compile_and_package(
         exported(), package_path=str(tmp_path / "attention.pt2")
     )

@@ -130,3 +130,21 @@ def test_warmup_makes_calls_ready(tmp_path: Path, settings: pytest.MonkeyPatch) 
     assert_right(case)
     assert cudnn_mha.cache_info().builds == builds
     assert cache.plans.cache_info().misses > 0
+
+
+def test_autotuned_plans_are_right_and_kept(
+    tmp_path: Path, settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings.setenv(config.AUTOTUNE, "1")
+    settings.setenv(config.LENGTHS, "exact")
+    settings.setenv(config.CACHE_DIR, str(tmp_path))
+    config.reload()
+    caplog.set_level("INFO", "cudnn_mha")
+    case = call_with_gradient(call(lengths=(616, 616), is_causal=True))
+    assert_right(case)
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("autotuned")]
+    assert said and all("times as fast as the first" in line for line in said)
+    assert cudnn_mha.cache_info().builds > 0
+    cudnn_mha.cache_clear()
+    assert_right(case)
+    assert cudnn_mha.cache_info().builds == 0

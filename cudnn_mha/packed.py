@@ -1,0 +1,560 @@
+"""Sequences of different lengths packed one after another, without padding between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from cudnn_mha import (
+    attention,
+    config,
+    devices,
+    dispatch,
+    extended,
+    reference_layouts,
+    runtime,
+)
+from cudnn_mha.checks import ALIGNMENT, Kind, Reason
+from cudnn_mha.devices import Device
+from cudnn_mha.extended import (
+    Given,
+    Manner,
+    Route,
+    accept,
+    find_plans,
+    require_fit,
+    require_operands,
+    run_plans,
+    settle,
+)
+from cudnn_mha.graph_builder import Uid
+from cudnn_mha.inputs import (
+    Inputs,
+    Options,
+    addressable_copy,
+    autocast,
+    backward_spec,
+    layout_of,
+    make_options,
+    outline,
+    pad_to_8,
+    require_alike,
+    require_tensors,
+    sign_moved,
+    validate_numbers,
+)
+from cudnn_mha.sequences import Operands, bucket, bucket_of_tokens, ragged
+from cudnn_mha.spec import AttentionSpec, Direction, TensorSpec, contiguous_stride
+from cudnn_mha.terms import Terms, make_terms, paper_slopes
+
+_routes: dispatch.Decisions[Route] = dispatch.Decisions()
+
+
+@_disable_dynamo
+def cudnn_sdpa_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    causal_alignment: str = "top_left",
+    window: tuple[int, int] | None = None,
+    alibi: bool = False,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    seq_lens_q: Tensor | None = None,
+    seq_lens_kv: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    workspace_limit: int | str | None = None,
+    fallback: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each of several sequences that lie packed one after another.
+
+    Sequence b has the slot of tokens ``cu_seqlens[b]`` up to ``cu_seqlens[b + 1]``. One plan
+    serves all batches with as many sequences, as long ones and as many tokens, or fewer, up to
+    the next powers of two; see ``TORCH_CUDNN_MHA_LENGTHS``. Nothing is read back to the host.
+
+    Args:
+        query: ``(Tq, Hq, Dqk)``, float16 or bfloat16 on a CUDA device; a view into a packed
+            projection will do.
+        key: ``(Tkv, Hk, Dqk)``; Hk divides Hq, as for `cudnn_sdpa` with ``enable_gqa``.
+        value: ``(Tkv, Hv, Dv)``.
+        cu_seqlens_q, cu_seqlens_kv: ``(B + 1,)`` int32 or int64 on the device.
+        max_seqlen_q, max_seqlen_kv: at least the longest sequence; what a sequence is longer is
+            ignored.
+        seq_lens_q, seq_lens_kv: ``(B,)`` integers: only so many first tokens of each slot belong
+            to the sequence, at most as many as it has; the rest is a gap, which may hold anything.
+        dropout_p, is_causal, scale, causal_alignment, window, alibi, alibi_slopes, softcap, sinks:
+            as for `cudnn_sdpa`, within each sequence.
+        return_lse: also return the log-sum-exp ``(Hq, Tq)``, float32, natural logarithm.
+        deterministic, workspace_limit, fallback: as for `cudnn_sdpa`.
+
+    Returns:
+        ``(Tq, Hq, Dv)``, contiguous; with ``return_lse`` the pair of it and the log-sum-exp.
+        Tokens of no sequence get zeros, -inf, and zero gradients.
+
+    Raises:
+        CudnnSdpaUnsupportedError: ``fallback`` is False and cuDNN does not serve the call.
+        ValueError, TypeError, RuntimeError: arguments that mean nothing; the message names them.
+    """
+    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi)
+    options = make_options(
+        dropout_p,
+        is_causal,
+        scale,
+        True,
+        return_lse,
+        deterministic,
+        workspace_limit,
+        fallback,
+    )
+    given = Given(
+        query,
+        key,
+        value,
+        None,
+        seq_lens_q,
+        seq_lens_kv,
+        alibi_slopes,
+        sinks,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+    )
+    require_tensors(query, key, value, None)
+    require_operands(given)
+    query, key, value = (autocast(t) for t in (query, key, value))
+    given = given._replace(query=query, key=key, value=value)
+    terms = dataclasses.replace(terms, alibi=terms.alibi or given.slopes is not None)
+    validate(given, max_seqlen_q, max_seqlen_kv, options)
+    output, lse = _attend(given, max_seqlen_q, max_seqlen_kv, options, terms)
+    return output if lse is None else (output, lse)
+
+
+def validate(given: Given, longest_q: int, longest_kv: int, options: Options) -> None:
+    """Raises for what means nothing; the message names the argument."""
+    query, key, value = given[:3]
+    validate_numbers(options)
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 3:
+            raise ValueError(
+                f"{name} must be packed, (tokens, H, D), got {tuple(tensor.shape)}; padded batches "
+                "go to cudnn_sdpa"
+            )
+    require_alike(tensors)
+    if key.shape[0] != value.shape[0]:
+        raise ValueError(
+            f"key and value must have the same tokens, got {key.shape[0]} and {value.shape[0]}"
+        )
+    assert given.starts_q is not None and given.starts_kv is not None
+    shape = tuple(given.starts_q.shape)
+    if len(shape) != 1 or shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q must be of shape (B + 1,), got {shape}")
+    require_fit("cu_seqlens_q", given.starts_q, shape, query, whole=True)
+    require_fit("cu_seqlens_kv", given.starts_kv, shape, query, whole=True)
+    for name, lengths in (("seq_lens_q", given.lengths_q), ("seq_lens_kv", given.lengths_kv)):
+        if lengths is not None:
+            require_fit(name, lengths, (shape[0] - 1,), query, whole=True)
+    for name, by_head in (("alibi_slopes", given.slopes), ("sinks", given.sinks)):
+        if by_head is not None:
+            require_fit(name, by_head, (query.shape[1],), query, whole=False)
+    if given.slopes is not None and given.slopes.requires_grad:
+        raise ValueError("alibi_slopes has no gradient; detach it")
+    for name, longest in (("max_seqlen_q", longest_q), ("max_seqlen_kv", longest_kv)):
+        if isinstance(longest, bool) or not isinstance(longest, int):
+            raise TypeError(f"{name} must be a whole number, got {longest!r}")
+        if longest < 0:
+            raise ValueError(f"{name} must not be negative, got {longest}")
+
+
+def _attend(
+    given: Given, longest_q: int, longest_kv: int, options: Options, terms: Terms
+) -> tuple[Tensor, Tensor | None]:
+    assert given.starts_q is not None
+    gradient = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (*given[:3], given.sinks)
+    )
+    longest_q, longest_kv = _longest(given, longest_q, longest_kv)
+    longest = longest_q, longest_kv
+
+    def fall_back(*reasons: Reason) -> tuple[Tensor, Tensor | None]:
+        return _fall_back(given, *longest, options, terms, reasons)
+
+    if not dispatch.plain(*(t for t in given if t is not None)):
+        return fall_back(dispatch.not_for_cudnn(given.query))
+    if 0 in (*given.query.shape, *given.key.shape, *given.value.shape, *longest):
+        return fall_back(Reason("empty", "there is nothing for cuDNN to compute"))
+    if _goes_through_padding(given, gradient, None):
+        return _through_padding(given, *longest, options, terms)
+    sizes = _sizes(given, *longest)
+    signature = _signature(given, sizes, options, terms, gradient)
+    route = _routes.get(signature)
+    if route is None:
+        route = _decide(given, sizes, options, terms, gradient)
+        _routes.keep(signature, route)
+    if route.reasons:
+        return fall_back(*route.reasons)
+    try:
+        return _run(route, given, *longest, gradient)
+    except torch.OutOfMemoryError as error:
+        message = f"not enough memory for cuDNN: {error}"
+        return fall_back(Reason("memory", message, Kind.UNAVAILABLE))
+
+
+def _longest(given: Given, longest_q: int, longest_kv: int) -> tuple[int, int]:
+    """No sequence is longer than all tokens, whatever the caller says."""
+    return min(longest_q, given.query.shape[0]), min(longest_kv, given.key.shape[0])
+
+
+def _goes_through_padding(given: Given, gradient: bool, device: Device | None) -> bool:
+    """Whether a call is computed on a padded batch."""
+    if device is None and given.query.is_cuda:
+        device = devices.cuda(given.query.device.index)
+    if gradient and device is not None and device.sm // 10 in (8, 12):
+        return True  # there cuDNN has no gradient of packed sequences
+    sinks_gradient = given.sinks is not None and gradient
+    return sinks_gradient and dispatch.library_version()[0] < extended.RAGGED_SINKS
+
+
+def describe(
+    given: Given,
+    longest_q: int,
+    longest_kv: int,
+    options: Options,
+    terms: Terms,
+    gradient: bool,
+    device: Device | None,
+) -> Route:
+    """How a valid call would be computed, without its plans; see `extended.describe`."""
+    longest_q, longest_kv = _longest(given, longest_q, longest_kv)
+    if _goes_through_padding(given, gradient, device):
+        padded, _, _ = _padded(given, longest_q, longest_kv)
+        return extended.describe(padded, options, terms, gradient, device)
+    sizes = _sizes(given, longest_q, longest_kv)
+    return _describe(given, sizes, options, terms, gradient, device)
+
+
+def _padded(given: Given, longest_q: int, longest_kv: int) -> tuple[Given, Tensor, Tensor]:
+    """The call on a padded batch, which of its queries are real, and where these lie."""
+    assert given.starts_q is not None and given.starts_kv is not None
+    sides = []
+    for starts, lengths, longest, tensor in (
+        (given.starts_q, given.lengths_q, longest_q, given.query),
+        (given.starts_kv, given.lengths_kv, longest_kv, given.key),
+    ):
+        own = _own_lengths(starts, lengths, longest)
+        index = torch.arange(longest, device=tensor.device)
+        places = (starts[:-1, None] + index).clamp(max=tensor.shape[0] - 1)
+        sides.append((own, index < own[:, None], places))
+    (lengths_q, real, places_q), (lengths_kv, _, places_kv) = sides
+    padded = Given(
+        given.query[places_q].transpose(1, 2),
+        given.key[places_kv].transpose(1, 2),
+        given.value[places_kv].transpose(1, 2),
+        None,
+        lengths_q,
+        lengths_kv,
+        given.slopes,
+        given.sinks,
+    )
+    return padded, real, places_q
+
+
+def _through_padding(
+    given: Given, longest_q: int, longest_kv: int, options: Options, terms: Terms
+) -> tuple[Tensor, Tensor | None]:
+    """The call as one on a padded batch."""
+    padded, real, places_q = _padded(given, longest_q, longest_kv)
+    output, lse = extended.attend(padded, options, terms)
+    tokens = given.query.shape[0]
+    goal = torch.where(real, places_q, tokens).flatten()  # padding goes to a row behind the last
+
+    def back(padded: Tensor, rest: float) -> Tensor:
+        rows = padded.transpose(1, 2).flatten(0, 1)
+        return rows.new_full((tokens + 1, *rows.shape[1:]), rest).index_copy(0, goal, rows)[:-1]
+
+    return back(output, 0.0), None if lse is None else back(lse, -torch.inf).mT
+
+
+def _own_lengths(starts: Tensor, lengths: Tensor | None, longest: int) -> Tensor:
+    """How many tokens each sequence has: those of its slot, unless something says fewer."""
+    own = starts.diff().clamp(0, longest)
+    return own if lengths is None else torch.minimum(own, lengths.clamp(min=0))
+
+
+def _sizes(given: Given, longest_q: int, longest_kv: int) -> tuple[int, int, int, int, int]:
+    """Sequences, longest ones and tokens that plans are made for, which serve all below too."""
+    assert given.starts_q is not None
+    batch = given.starts_q.shape[0] - 1
+    tokens = given.query.shape[0], given.key.shape[0]
+    if config.settings().lengths == "exact":
+        return batch, max(longest_q, 2), longest_kv, *tokens
+    longest = bucket(longest_q), bucket(longest_kv)
+    return bucket(batch, 1), *longest, bucket_of_tokens(tokens[0]), bucket_of_tokens(tokens[1])
+
+
+def _signature(
+    given: Given,
+    sizes: tuple[int, ...],
+    options: Options,
+    terms: Terms,
+    gradient: bool,
+) -> tuple[Any, ...]:
+    tensors = tuple(
+        (t.shape[1:], t.stride(), t.dtype, t.get_device(), t.data_ptr() % ALIGNMENT)
+        for t in given[:3]
+    )
+    rest = tuple(
+        None if t is None else (t.dtype, t.get_device(), t.shape, t.requires_grad)
+        for t in given[3:]
+    )
+    return tensors, rest, sizes, options, terms, gradient, torch._C._get_cudnn_sdp_enabled()
+
+
+def _decide(
+    given: Given,
+    sizes: tuple[int, int, int, int, int],
+    options: Options,
+    terms: Terms,
+    gradient: bool,
+) -> Route:
+    route = _describe(given, sizes, options, terms, gradient)
+    find_plans(route)
+    if not route.reasons:
+        route.operands = runtime.outside_pools(lambda: _constant_operands(route, given))
+    return route
+
+
+def _describe(
+    given: Given,
+    sizes: tuple[int, int, int, int, int],
+    options: Options,
+    terms: Terms,
+    gradient: bool,
+    device: Device | None = None,
+) -> Route:
+    batch, longest_q, longest_kv, tokens_q, tokens_kv = sizes
+    route = Route(options, terms, outline(given.query, given.value, options), packed=True)
+    route.manner = Manner.RAGGED
+    if device is None and given.query.is_cuda:
+        device = devices.cuda(given.query.device.index)
+    route.device = device
+    reasons = dispatch.first_reasons(given.query, given.key, given.value, device)
+    if any(reason.rule in dispatch.NO_SPEC for reason in reasons):
+        route.reasons = tuple(reasons)
+        return route
+    assert device is not None
+    inputs = _prepare(given, options, gradient)
+    query, key, value = (
+        _as_batch(layout_of(t), batch, longest)
+        for t, longest in zip(inputs[:3], (longest_q, longest_kv, longest_kv), strict=True)
+    )
+    shape = (tokens_q, query.shape[1], value.shape[3])
+    output = TensorSpec(shape, contiguous_stride(shape), query.dtype)
+    spec = AttentionSpec(
+        Direction.FORWARD,
+        query,
+        key,
+        value,
+        _as_batch(output, batch, longest_q),
+        scale=route.outline.scale,
+        dropout_p=options.dropout_p,
+        lse=gradient or options.return_lse,
+    )
+    route.terms = terms.within(longest_q, longest_kv, lengths=True)
+    spec = route.terms.applied(spec, slopes=given.slopes is not None)
+    spec = dataclasses.replace(spec, sinks=given.sinks is not None)
+    wanted = [spec]
+    if gradient:
+        backward = backward_spec(
+            spec, spec.output, bias_gradient=False, deterministic=options.deterministic
+        )
+        changes: dict[str, Any] = {
+            f"grad_{name}": _as_batch(_contiguous(t, tokens), batch, longest)
+            for name, t, tokens, longest in (
+                ("query", inputs.query, tokens_q, longest_q),
+                ("key", inputs.key, tokens_kv, longest_kv),
+                ("value", inputs.value, tokens_kv, longest_kv),
+            )
+        }
+        if not (spec.dim_qk % 16 or spec.dim_v % 16):
+            # Without the bound the workspace is that of a padded batch.
+            changes |= {"tokens_q": tokens_q, "tokens_kv": tokens_kv}
+        wanted.append(
+            dataclasses.replace(
+                backward,
+                **changes,
+                grad_sinks=given.sinks is not None and given.sinks.requires_grad,
+            )
+        )
+    route.spec = wanted[-1]
+    version, found = dispatch.library_version()
+    reasons += found
+    settle(route, [ragged(s, longest_q, longest_kv) for s in wanted], reasons, version)
+    return route
+
+
+def _as_batch(layout: TensorSpec, batch: int, longest: int) -> TensorSpec:
+    """A packed layout ``(tokens, H, D)`` as the ``(B, H, S, D)`` that descriptors speak of."""
+    _, heads, dim = layout.shape
+    token, head, last = layout.stride
+    return TensorSpec(
+        (batch, heads, longest, dim), (longest * token, head, token, last), layout.dtype
+    )
+
+
+def _contiguous(tensor: Tensor, tokens: int) -> TensorSpec:
+    shape = (tokens, *tensor.shape[1:])
+    return TensorSpec(shape, contiguous_stride(shape), layout_of(tensor).dtype)
+
+
+def _prepare(given: Given, options: Options, gradient: bool) -> Inputs:
+    """Tensors that cuDNN can address, ``(tokens, H, D)``."""
+    query = sign_moved(given.query, options.scale)
+    if gradient:  # else the gradient of the query is wrong where the workspace is bounded
+        query = query.contiguous()
+    query, key, value = (addressable_copy(pad_to_8(t)) for t in (query, given.key, given.value))
+    return Inputs(query, key, value, None, None)
+
+
+_SIDE_Q = (
+    Uid.OFFSET_QUERY,
+    Uid.OFFSET_OUTPUT,
+    Uid.OFFSET_LSE,
+    Uid.OFFSET_GRAD_OUTPUT,
+    Uid.OFFSET_GRAD_QUERY,
+)
+_SIDE_KV = (Uid.OFFSET_KEY, Uid.OFFSET_VALUE, Uid.OFFSET_GRAD_KEY, Uid.OFFSET_GRAD_VALUE)
+
+
+def _token_strides(route: Route) -> dict[Uid, int]:
+    """How many elements apart the tokens of each ragged operand lie."""
+    spec = route.spec
+    assert spec is not None
+    found = {Uid.OFFSET_LSE: spec.heads_q}
+    for uid, layout in (
+        (Uid.OFFSET_QUERY, spec.query),
+        (Uid.OFFSET_KEY, spec.key),
+        (Uid.OFFSET_VALUE, spec.value),
+        (Uid.OFFSET_OUTPUT, spec.output),
+        (Uid.OFFSET_GRAD_OUTPUT, spec.grad_output),
+        (Uid.OFFSET_GRAD_QUERY, spec.grad_query),
+        (Uid.OFFSET_GRAD_KEY, spec.grad_key),
+        (Uid.OFFSET_GRAD_VALUE, spec.grad_value),
+    ):
+        if layout is not None:
+            found[uid] = layout.stride[2]
+    return found
+
+
+def _constant_operands(route: Route, given: Given) -> Operands:
+    """What plans are told that no call of the signature changes."""
+    assert route.spec is not None
+    device = given.query.device
+    operands: Operands = {}
+    if route.spec.slopes:
+        operands[Uid.SLOPES] = torch.tensor(paper_slopes(route.spec.heads_q), device=device)
+    torch.cuda.current_stream(device).synchronize()  # calls on other streams read these
+    return operands
+
+
+def _run(
+    route: Route, given: Given, longest_q: int, longest_kv: int, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    assert route.spec is not None
+    inputs = _prepare(given, route.options, gradient)
+    runtime.keep_for_captures(route)
+    operands = route.operands | _sequences(route, given, longest_q, longest_kv)
+    if given.slopes is not None:
+        operands[Uid.SLOPES] = given.slopes.detach().float().contiguous()
+    if route.options.dropout_p:
+        device = given.query.device
+        operands[Uid.DROPOUT_SEED], operands[Uid.DROPOUT_OFFSET] = attention.draw(device)
+    sinks = None if given.sinks is None else given.sinks.float().contiguous()
+    shape = (given.query.shape[0], inputs.query.shape[1], inputs.value.shape[2])
+    layout = TensorSpec(shape, contiguous_stride(shape), route.spec.query.dtype)
+    output, lse = run_plans(inputs, sinks, layout, operands, route, gradient)
+    if lse is not None and sinks is not None and route.options.return_lse:
+        lse = _with_sinks_alone(lse, sinks, operands)
+    return output[..., : route.outline.dim_v], lse if route.options.return_lse else None
+
+
+def _with_sinks_alone(lse: Tensor, sinks: Tensor, operands: Operands) -> Tensor:
+    """The log-sum-exp ``(H, tokens)``: without keys the sink is all that is summed."""
+    lengths_q, lengths_kv = operands[Uid.SEQ_LEN_Q], operands[Uid.SEQ_LEN_KV]
+    starts = operands[Uid.OFFSET_LSE] // lse.shape[0]
+    index = torch.arange(lse.shape[1], device=lse.device)
+    own = (torch.searchsorted(starts, index, right=True) - 1).clamp(0, lengths_q.shape[0] - 1)
+    alone = (lengths_kv[own] == 0) & (index - starts[own] < lengths_q[own])
+    return torch.where(alone, sinks[:, None], lse)
+
+
+def _sequences(route: Route, given: Given, longest_q: int, longest_kv: int) -> Operands:
+    """Lengths and offsets, of as many sequences as the plans are made for: more are empty."""
+    assert route.spec is not None and given.starts_q is not None and given.starts_kv is not None
+    batch = route.spec.batch
+    strides = _token_strides(route)
+    operands: Operands = {}
+    for starts, lengths, longest, length_uid, uids in (
+        (given.starts_q, given.lengths_q, longest_q, Uid.SEQ_LEN_Q, _SIDE_Q),
+        (given.starts_kv, given.lengths_kv, longest_kv, Uid.SEQ_LEN_KV, _SIDE_KV),
+    ):
+        missing = batch + 1 - starts.shape[0]
+        if missing:
+            starts = torch.cat([starts, starts[-1:].expand(missing)])
+        if lengths is not None and missing:
+            lengths = torch.nn.functional.pad(lengths, (0, missing))
+        operands[length_uid] = _own_lengths(starts, lengths, longest).to(torch.int32)
+        wide = starts.to(torch.int64)
+        by_stride = {strides[uid]: wide for uid in uids if uid in strides}
+        by_stride = {stride: wide * stride for stride in by_stride}
+        operands |= {uid: by_stride[strides[uid]] for uid in uids if uid in strides}
+    return operands
+
+
+def _fall_back(
+    given: Given,
+    longest_q: int,
+    longest_kv: int,
+    options: Options,
+    terms: Terms,
+    reasons: tuple[Reason, ...],
+) -> tuple[Tensor, Tensor | None]:
+    """The call by plain PyTorch, if that is allowed."""
+    if given.query.numel():
+        accept(given, options, reasons)
+    slopes = given.slopes
+    if terms.alibi and slopes is None:
+        slopes = torch.tensor(paper_slopes(given.query.shape[1]), device=given.query.device)
+    assert given.starts_q is not None and given.starts_kv is not None
+    output, lse = reference_layouts.varlen(
+        given.query,
+        given.key,
+        given.value,
+        given.starts_q,
+        given.starts_kv,
+        dropout_p=options.dropout_p,
+        scale=options.scale,
+        bottom_right=terms.bottom_right,
+        window=terms.window,
+        softcap=terms.softcap or None,
+        alibi_slopes=slopes,
+        sinks=given.sinks,
+        seq_lens_q=_own_lengths(given.starts_q, given.lengths_q, longest_q),
+        seq_lens_kv=_own_lengths(given.starts_kv, given.lengths_kv, longest_kv),
+        max_seqlen_q=longest_q,
+        max_seqlen_kv=longest_kv,
+    )
+    return output, lse.float() if options.return_lse else None

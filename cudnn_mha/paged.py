@@ -1,0 +1,338 @@
+"""Attention to keys and values that lie in pages, as serving engines keep them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from cudnn_mha import devices, dispatch, reference_layouts, runtime
+from cudnn_mha.checks import ALIGNMENT, Kind, Reason
+from cudnn_mha.devices import Device
+from cudnn_mha.extended import (
+    Given,
+    Manner,
+    Route,
+    accept,
+    find_plans,
+    require_fit,
+    run_plans,
+    settle,
+    with_sinks_alone,
+)
+from cudnn_mha.graph_builder import Uid
+from cudnn_mha.inputs import (
+    Inputs,
+    Options,
+    addressable_copy,
+    layout_of,
+    make_options,
+    outline,
+    require_alike,
+    require_tensors,
+    sign_moved,
+    validate_numbers,
+)
+from cudnn_mha.sequences import Operands
+from cudnn_mha.spec import AttentionSpec, Direction, TensorSpec, contiguous_stride, layout_like
+from cudnn_mha.terms import Terms, make_terms, paper_slopes
+
+LAYOUTS = ("HND", "NHD")
+
+_routes: dispatch.Decisions[Route] = dispatch.Decisions()
+
+
+@_disable_dynamo
+def cudnn_sdpa_paged(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    seq_lens_kv: Tensor,
+    *,
+    seq_lens_q: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    causal_alignment: str = "bottom_right",
+    window: tuple[int, int] | None = None,
+    alibi: bool = False,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    page_layout: str = "HND",
+    return_lse: bool = False,
+    workspace_limit: int | str | None = None,
+    fallback: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to keys and values in pages; forward only.
+
+    The first page of sequence b holds its first keys; its last page may be filled in part. For
+    one query (decoding), a few (speculation) or many (a prompt in chunks), the last of which
+    belongs to the last key: hence the default alignment.
+
+    Args:
+        query: ``(B, Hq, Sq, Dqk)``, float16 or bfloat16 on a CUDA device, D a multiple of 8.
+        key_pages: ``(pages, Hk, page size, Dqk)``, or ``(pages, page size, Hk, Dqk)`` with
+            ``page_layout="NHD"``; in any layout that cuDNN can address, since it is never copied.
+            Hk divides Hq. Slots of a page behind the last key must hold finite numbers, as those
+            of a pool allocated with zeros do. cuDNN takes page sizes that are powers of two.
+            Autocast does not cast pages, nor the query beside them.
+        value_pages: likewise with Hv and Dv.
+        block_table: ``(B, M)`` int32 or int64, the pages of each sequence in order; entries
+            behind the last page in use may be anything. Entries are clamped to the pool.
+        seq_lens_kv: ``(B,)`` integers on the device, keys of each sequence, at most M pages full.
+        seq_lens_q: ``(B,)`` integers: how many of the first rows of the query are real; output
+            zeros and log-sum-exp -inf for the others.
+        is_causal, scale, causal_alignment, window, alibi, alibi_slopes, softcap, sinks: as for
+            `cudnn_sdpa`.
+        page_layout: ``"HND"`` or ``"NHD"``.
+        return_lse: also return the log-sum-exp ``(B, Hq, Sq)``, float32, natural logarithm.
+        workspace_limit, fallback: as for `cudnn_sdpa`.
+
+    Returns:
+        ``(B, Hq, Sq, Dv)`` in the memory order of query; with ``return_lse`` the pair of it and
+        the log-sum-exp.
+
+    Raises:
+        CudnnSdpaUnsupportedError: ``fallback`` is False and cuDNN does not serve the call.
+        ValueError, TypeError, RuntimeError: arguments that mean nothing; the message names them.
+    """
+    require_tensors(query, key_pages, value_pages, None)
+    operands = {
+        "block_table": block_table,
+        "seq_lens_kv": seq_lens_kv,
+        "seq_lens_q": seq_lens_q,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+    }
+    for name, operand in operands.items():
+        optional = name not in ("block_table", "seq_lens_kv")
+        if not isinstance(operand, Tensor) and not (optional and operand is None):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}")
+    key_pages, value_pages = heads_first(key_pages, value_pages, page_layout)
+    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi)
+    terms = dataclasses.replace(terms, alibi=terms.alibi or alibi_slopes is not None)
+    options = make_options(
+        0.0, is_causal, scale, True, return_lse, False, workspace_limit, fallback
+    )
+    given = Given(query, key_pages, value_pages, None, seq_lens_q, seq_lens_kv, alibi_slopes, sinks)
+    validate(given, block_table, options)
+    output, lse = _attend(given, block_table, options, terms)
+    return output if lse is None else (output, lse)
+
+
+def heads_first(key: Tensor, value: Tensor, page_layout: str) -> tuple[Tensor, Tensor]:
+    """Pages as ``(pages, H, page size, D)``.
+
+    Raises:
+        ValueError: there is no such layout; names those there are.
+    """
+    if page_layout not in LAYOUTS:
+        raise ValueError(f"page_layout must be one of {', '.join(LAYOUTS)}, got {page_layout!r}")
+    if page_layout == "NHD" and key.dim() == value.dim() == 4:
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+    return key, value
+
+
+def validate(given: Given, table: Tensor, options: Options) -> None:
+    """Raises for what means nothing; the message names the argument."""
+    query, key, value = given[:3]
+    validate_numbers(options)
+    tensors = {"query": query, "key_pages": key, "value_pages": value}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions, got {tuple(tensor.shape)}")
+    require_alike(tensors, "; page_layout says where the heads are")
+    if key.shape[0] != value.shape[0] or key.shape[2] != value.shape[2]:
+        raise ValueError(
+            "key_pages and value_pages must be as many and of one page size, got "
+            f"{key.shape[0]} of {key.shape[2]} and {value.shape[0]} of {value.shape[2]}"
+        )
+    if 0 in (key.shape[0], key.shape[2]):
+        raise ValueError(
+            "key_pages must hold at least one page of one slot, got "
+            f"{key.shape[0]} of {key.shape[2]}"
+        )
+    batch = query.shape[0]
+    if table.dim() != 2 or table.shape[0] != batch:
+        raise ValueError(
+            f"block_table must be of shape (B, M) with B = {batch}, got {tuple(table.shape)}"
+        )
+    require_fit("block_table", table, tuple(table.shape), query, whole=True)
+    assert given.lengths_kv is not None
+    require_fit("seq_lens_kv", given.lengths_kv, (batch,), query, whole=True)
+    if given.lengths_q is not None:
+        require_fit("seq_lens_q", given.lengths_q, (batch,), query, whole=True)
+    for name, by_head in (("alibi_slopes", given.slopes), ("sinks", given.sinks)):
+        if by_head is not None:
+            require_fit(name, by_head, (query.shape[1],), query, whole=False)
+
+
+def _attend(
+    given: Given, table: Tensor, options: Options, terms: Terms
+) -> tuple[Tensor, Tensor | None]:
+    def fall_back(*reasons: Reason) -> tuple[Tensor, Tensor | None]:
+        return _fall_back(given, table, options, terms, reasons)
+
+    tensors = [t for t in (*given, table) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError("attention to pages has no gradient; call it under torch.no_grad()")
+    if not dispatch.plain(*tensors):
+        return fall_back(dispatch.not_for_cudnn(given.query))
+    if 0 in (*given.query.shape, *given.key.shape, *given.value.shape, *table.shape):
+        return fall_back(Reason("empty", "there is nothing for cuDNN to compute"))
+    signature = _signature(given, table, options, terms)
+    route = _routes.get(signature)
+    if route is None:
+        route = _decide(given, table, options, terms)
+        _routes.keep(signature, route)
+    if route.reasons:
+        return fall_back(*route.reasons)
+    try:
+        return _run(route, given, table)
+    except torch.OutOfMemoryError as error:
+        message = f"not enough memory for cuDNN: {error}"
+        return fall_back(Reason("memory", message, Kind.UNAVAILABLE))
+
+
+def _signature(given: Given, table: Tensor, options: Options, terms: Terms) -> tuple[Any, ...]:
+    tensors = tuple(
+        (t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() % ALIGNMENT) for t in given[:3]
+    )
+    rest = tuple(None if t is None else (t.dtype, t.get_device()) for t in given[3:])
+    return (
+        tensors,
+        rest,
+        table.shape,
+        table.dtype,
+        table.get_device(),
+        options,
+        terms,
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+
+
+def _decide(given: Given, table: Tensor, options: Options, terms: Terms) -> Route:
+    route = describe(given, table, options, terms)
+    find_plans(route)
+    if not route.reasons:
+        route.operands = runtime.outside_pools(lambda: _constant_operands(route, given))
+    return route
+
+
+def describe(
+    given: Given, table: Tensor, options: Options, terms: Terms, device: Device | None = None
+) -> Route:
+    """How a valid call would be computed, without its plans; see `extended.describe`."""
+    route = Route(options, terms, outline(given.query, given.value, options))
+    route.manner = Manner.CACHE
+    if device is None and given.query.is_cuda:
+        device = devices.cuda(given.query.device.index)
+    route.device = device
+    reasons = dispatch.first_reasons(given.query, given.key, given.value, device)
+    if any(reason.rule in dispatch.NO_SPEC for reason in reasons):
+        route.reasons = tuple(reasons)
+        return route
+    assert device is not None
+    query = layout_of(addressable_copy(given.query))
+    key, value = layout_of(given.key), layout_of(given.value)
+    for name, tensor in (("key_pages", given.key), ("value_pages", given.value)):
+        if tensor.data_ptr() % ALIGNMENT:
+            message = f"{name} must start at a multiple of {ALIGNMENT} bytes; it is not copied"
+            reasons.append(Reason("misaligned", message, Kind.WRONG))
+    batch, pages = table.shape
+    shape = (batch, 1, pages, 1)
+    spec = AttentionSpec(
+        Direction.FORWARD,
+        query,
+        key,
+        value,
+        layout_like((*query.shape[:3], value.shape[3]), query),
+        scale=route.outline.scale,
+        lse=options.return_lse,
+        lengths=True,
+        page_table=TensorSpec(shape, contiguous_stride(shape), "int32"),
+    )
+    terms = terms.within(spec.seq_q, spec.seq_kv, lengths=True)
+    route.terms = terms
+    spec = terms.applied(spec, slopes=given.slopes is not None)
+    route.spec = dataclasses.replace(spec, sinks=given.sinks is not None)
+    version, found = dispatch.library_version()
+    reasons += found
+    settle(route, [route.spec], reasons, version)
+    return route
+
+
+def _constant_operands(route: Route, given: Given) -> Operands:
+    """What plans are told that no call of the signature changes."""
+    assert route.spec is not None
+    spec, device = route.spec, given.query.device
+    length = torch.full((spec.batch,), spec.seq_q, dtype=torch.int32, device=device)
+    operands: Operands = {Uid.SEQ_LEN_Q: length}
+    if spec.slopes:
+        operands[Uid.SLOPES] = torch.tensor(paper_slopes(spec.heads_q), device=device)
+    torch.cuda.current_stream(device).synchronize()  # calls on other streams read these
+    return operands
+
+
+def _run(route: Route, given: Given, table: Tensor) -> tuple[Tensor, Tensor | None]:
+    assert route.spec is not None and given.lengths_kv is not None
+    spec = route.spec
+    query = addressable_copy(sign_moved(given.query, route.options.scale))
+    runtime.keep_for_captures(route)
+    operands = dict(route.operands)
+    # Whatever stands behind the last page in use must not lead out of the pool.
+    pages = table.clamp(0, given.key.shape[0] - 1).to(torch.int32).contiguous()
+    operands[Uid.PAGE_TABLE_KEY] = operands[Uid.PAGE_TABLE_VALUE] = pages
+    if given.slopes is not None:
+        operands[Uid.SLOPES] = given.slopes.detach().float().contiguous()
+    lengths_kv = given.lengths_kv.clamp(0, spec.seq_kv).to(torch.int32)
+    lengths_q = operands[Uid.SEQ_LEN_Q]
+    if given.lengths_q is not None:
+        lengths_q = given.lengths_q.clamp(0, spec.seq_q).to(torch.int32)
+    # Kernels skip a sequence of length 0 and leave its rows as they were.
+    empty = (lengths_q == 0) | (lengths_kv == 0)
+    operands[Uid.SEQ_LEN_Q] = lengths_q.masked_fill(empty, 1)
+    operands[Uid.SEQ_LEN_KV] = lengths_kv.masked_fill(empty, 1)
+    index = torch.arange(spec.seq_q, device=query.device)
+    hidden = ((index >= lengths_q[:, None]) | empty[:, None])[:, None, :, None]
+    sinks = None if given.sinks is None else given.sinks.float().contiguous()
+    inputs = Inputs(query, given.key, given.value, None, None)
+    output, lse = run_plans(inputs, sinks, spec.output, operands, route, False)
+    output = output.masked_fill(hidden, 0)
+    if lse is not None:
+        lse = lse.masked_fill(hidden[..., 0], -torch.inf)
+        if sinks is not None:
+            lse = with_sinks_alone(lse, sinks, lengths_q, lengths_kv)
+    return output, lse
+
+
+def _fall_back(
+    given: Given, table: Tensor, options: Options, terms: Terms, reasons: tuple[Reason, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """The call by plain PyTorch, if that is allowed."""
+    if given.query.numel():
+        accept(given, options, reasons)
+    slopes = given.slopes
+    if terms.alibi and slopes is None:
+        slopes = torch.tensor(paper_slopes(given.query.shape[1]), device=given.query.device)
+    assert given.lengths_kv is not None
+    lengths_q, seq_kv = given.lengths_q, table.shape[1] * given.key.shape[2]
+    output, lse = reference_layouts.paged(
+        given.query,
+        given.key,
+        given.value,
+        table.clamp(0, max(given.key.shape[0] - 1, 0)),
+        given.lengths_kv.clamp(0, seq_kv),
+        seq_lens_q=None if lengths_q is None else lengths_q.clamp(0, given.query.shape[2]),
+        scale=options.scale,
+        bottom_right=terms.bottom_right,
+        window=terms.window,
+        softcap=terms.softcap or None,
+        alibi_slopes=slopes,
+        sinks=given.sinks,
+    )
+    return output, lse.float() if options.return_lse else None
