@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from cudnn_mha import devices
+from cudnn_mha.checks import MAX_ELEMENTS
+from cudnn_mha.terms import ALIGNMENTS
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +22,6 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MASK_DTYPES = {"bool": "bool", **DTYPES}
 GPUS = click.Choice(devices.profile_names(), case_sensitive=False)
-MOST_ELEMENTS = 2**48
 
 
 def shape_of(text: str) -> tuple[int, ...]:
@@ -29,7 +30,7 @@ def shape_of(text: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdecimal() for part in parts):
         raise click.BadParameter(f"{text!r} is no list of whole numbers such as 4,32,4096,128")
     shape = tuple(map(int, parts))
-    if math.prod(shape) > MOST_ELEMENTS:
+    if math.prod(shape) > MAX_ELEMENTS:
         raise click.BadParameter(f"{text!r} has more elements than any GPU's memory")
     return shape
 
@@ -65,6 +66,16 @@ def one_of(
 as_json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON on standard output and nothing else."
 )
+
+
+def window_of(text: str) -> tuple[int, int]:
+    """The bounds of ``1023,0``."""
+    parts = [part.strip() for part in text.split(",")]
+    numbers = [part.removeprefix("-") for part in parts]
+    if len(parts) != 2 or not all(n.isascii() and n.isdecimal() for n in numbers):
+        raise click.BadParameter(f"{text!r} is no window such as 1023,0 or -1,128")
+    left, right = map(int, parts)
+    return left, right
 
 
 def call_options(
@@ -129,6 +140,29 @@ def call_options(
         click.option("--lse", is_flag=True, help="The log-sum-exp of each row is wanted too."),
         click.option(
             "--deterministic", is_flag=True, help="Gradients must be bit-equal on every run."
+        ),
+        click.option(
+            "--lengths",
+            is_flag=True,
+            help="The sequences of a batch have lengths of their own, on both sides.",
+        ),
+        one_of(
+            ALIGNMENTS,
+            "top_left",
+            "--alignment",
+            "Where the diagonal of --causal, --window and --alibi starts or ends.",
+        ),
+        click.option(
+            "--window",
+            type=window_of,
+            metavar="LEFT,RIGHT",
+            help="Keys that are visible before and after the diagonal; -1 for no bound.",
+        ),
+        click.option("--softcap", type=float, metavar="C", help="Scores s become C * tanh(s / C)."),
+        click.option("--alibi", is_flag=True, help="ALiBi with the slopes of its paper."),
+        click.option("--slopes", is_flag=True, help="ALiBi with slopes of one's own."),
+        click.option(
+            "--sinks", is_flag=True, help="Each head has a logit without a key, as in gpt-oss."
         ),
         one_of(
             ("bhsd", "bshd"),

@@ -1,13 +1,18 @@
 """What `import torch` calls, through the entry point ``torch.backends``.
 
-It costs nothing while the variable is unset, and an exception here would break `import torch`.
+It costs nothing while the variables are unset, and an exception here would break `import torch`.
 """
 
+import contextlib
 import os
 
 
 def autoload() -> None:
     """Enables the package in every script if ``TORCH_CUDNN_MHA_ENABLED`` says so."""
+    if os.environ.get("TORCH_CUDNN_MHA_RECORD"):
+        # A script that never loads the package makes no call that could be recorded.
+        with contextlib.suppress(Exception):
+            from cudnn_mha import recording  # noqa: F401 (it says at exit that there was none)
     if not os.environ.get("TORCH_CUDNN_MHA_ENABLED"):
         return
     try:

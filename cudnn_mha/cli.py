@@ -6,6 +6,8 @@ Importing this module loads neither torch nor cuDNN, so that ``--help`` answers 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -40,8 +42,27 @@ if TYPE_CHECKING:
     from cudnn_mha.explanation import Explanation
 
 
+_UNWRITABLE = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE}
+
+
 class _Commands(click.Group):
-    """Gives an installation that does not work a message in place of a traceback."""
+    """Gives what stands in the way of every command a message in place of a traceback."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            try:
+                return super().main(*args, **options)
+            finally:
+                if sys.stdout is not None:  # as it is where the shell closed it
+                    sys.stdout.flush()
+        except OSError as error:
+            if error.errno not in _UNWRITABLE or error.filename is not None:
+                raise  # it has to do with something else than the output
+            _drop_output()
+            if not isinstance(error, BrokenPipeError):
+                with contextlib.suppress(OSError):  # it may be standard error itself
+                    click.echo(f"Error: the output cannot be written: {error}", err=True)
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -53,6 +74,16 @@ class _Commands(click.Group):
             raise click.ClickException(
                 f"{error}; `cudnn-mha doctor` shows what is wrong"
             ) from error
+
+
+def _drop_output() -> None:
+    """Keeps the interpreter from writing, as it exits, what cannot be written."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+            continue
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextlib.contextmanager
@@ -106,6 +137,13 @@ def check(
     lse: bool,
     deterministic: bool,
     layout: str,
+    lengths: bool,
+    alignment: str,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi: bool,
+    slopes: bool,
+    sinks: bool,
     workspace_limit: str | None,
     as_json: bool,
 ) -> None:
@@ -122,6 +160,7 @@ def check(
     Examples:
       cudnn-mha check --gpu b200 --q 4,32,4096,128 --kv 4,8,4096,128 --causal --backward
       cudnn-mha check --gpu h200 --q 4,16,777,64 --mask 4,1,1,777 --dtype fp16
+      cudnn-mha check --gpu h200 --q 8,32,8192,128 --causal --window 1023,0 --sinks --backward
       cudnn-mha check --gpu a10 --q 1,8,1,128 --kv 1,8,8192,128 --workspace-limit 64MiB --json
     """
     require_no_mask(mask, causal)
@@ -157,6 +196,14 @@ def check(
             return_lse=lse,
             deterministic=deterministic or None,
             workspace_limit=workspace_limit,
+            seq_lens_q=lengths,
+            seq_lens_kv=lengths,
+            causal_alignment=alignment,
+            window=window,
+            alibi=alibi,
+            alibi_slopes=slopes,
+            softcap=softcap,
+            sinks=sinks,
             dtype=of_dtype,
             mask_dtype=getattr(torch, MASK_DTYPES[mask_dtype]),
             requires_grad=backward,
@@ -186,6 +233,8 @@ def _show_explanation(explanation: Explanation) -> None:
             printing.line(console, f"  workspace  {printing.byte_text(graph.workspace)}{exactly}")
         for remedy in graph.remedies:
             printing.line(console, f"  remedy     {remedy}")
+    if explanation.lengths is not None:
+        printing.line(console, ("lengths: ", "bold"), explanation.lengths)
     printing.line(console, ("runs: ", "bold"), explanation.runs)
 
 

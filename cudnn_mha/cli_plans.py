@@ -20,7 +20,6 @@ from cudnn_mha.arguments import (
     DTYPES,
     GPUS,
     MASK_DTYPES,
-    MOST_ELEMENTS,
     as_json_option,
     call_options,
     exit_with,
@@ -29,15 +28,20 @@ from cudnn_mha.arguments import (
     usage_errors,
     workspace_limit_option,
 )
+from cudnn_mha.checks import MAX_ELEMENTS
 from cudnn_mha.store import Found, Store
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from cudnn_mha.precompile import Outcome
     from cudnn_mha.spec import AttentionSpec
 
 MOST_CALLS = 100_000
+
+_TABLE_WIDTH = 100
+"""In a narrower terminal the columns of `cache list` would be a few letters wide each."""
 
 # ---------------------------------------------------------------------------------------- compile
 
@@ -124,8 +128,10 @@ def _specs(
     """The graphs of every combination of shapes on these GPUs."""
     import torch
 
+    from cudnn_mha.explanation import Asked, given_operands
     from cudnn_mha.inputs import Options
-    from cudnn_mha.precompile import specs_of
+    from cudnn_mha.precompile import extended_specs, specs_of
+    from cudnn_mha.terms import asks_more, make_terms
 
     require_no_mask(mask, call["causal"])
     count = len(query)
@@ -137,18 +143,29 @@ def _specs(
     of_dtype = getattr(torch, DTYPES[call["dtype"]])
     mask_dtype = getattr(torch, MASK_DTYPES[call["mask_dtype"]])
 
-    def tensor(shape: tuple[int, ...]) -> Tensor:
-        if math.prod(shape) > MOST_ELEMENTS:
+    operands = given_operands(
+        seq_lens_q=call["lengths"],
+        seq_lens_kv=call["lengths"],
+        alibi_slopes=call["slopes"],
+        sinks=call["sinks"],
+    )
+    asks = (call["alignment"], call["window"], call["softcap"], call["alibi"] or call["slopes"])
+    more, terms = asks_more(*asks, *operands), make_terms(call["causal"], *asks)
+
+    def tensor(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Tensor:
+        if math.prod(shape) > MAX_ELEMENTS:
             raise click.UsageError(f"{shape} has more elements than any GPU's memory")
-        if call["layout"] == "bshd":
-            return lengths_before_heads(shape, of_dtype)
-        return torch.empty(shape, dtype=of_dtype, device="meta")
+        if layout == "bshd":
+            return lengths_before_heads(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     found: dict[AttentionSpec, None] = {}
     for shapes in _shapes(given):
-        q, k, v = (tensor(shapes[name]) for name in ("query", "key", "value"))
+        q, k, v = (
+            tensor(shapes[name], of_dtype, call["layout"]) for name in ("query", "key", "value")
+        )
         own = shapes.get("mask")
-        bias = None if own is None else torch.empty(own, dtype=mask_dtype, device="meta")
+        bias = None if own is None else tensor(own, mask_dtype, "bhsd")
         gqa = call["gqa"]
         options = Options(
             call["dropout"],
@@ -159,8 +176,12 @@ def _specs(
             call["deterministic"],
         )
         for gpu in gpus:
-            device = devices.described(gpu)
-            specs = specs_of(q, k, v, bias, options, device, gradient=call["backward"])
+            device, gradient = devices.described(gpu), call["backward"]
+            if more:
+                given_call = Asked({}, operands, of_dtype, gradient, gpu).call(q, k, v, bias)
+                specs = extended_specs(given_call, options, terms, device, gradient=gradient)
+            else:
+                specs = specs_of(q, k, v, bias, options, device, gradient=gradient)
             found |= dict.fromkeys(specs)
     return list(found)
 
@@ -380,9 +401,12 @@ def cache_list(folder: Path | None, as_json: bool) -> None:
     console = printing.console()
     if found:
         headings = ("key", "GPU", "direction", "spec", "engine or refusal", ">size", "last used")
-        console.print(printing.table(None, [_row(each) for each in found], *headings))
+        rows, narrow = [_row(each) for each in found], console.width < _TABLE_WIDTH
+        console.print(
+            printing.records(rows, *headings) if narrow else printing.table(None, rows, *headings)
+        )
     if problem is not None:
-        printing.line(console, ("unusable ", "bold red"), problem)
+        printing.line(console, ("unusable ", "bold red"), problem, fold=True)
     _show_total(console, store, found)
 
 
@@ -414,7 +438,7 @@ def _when(found: Found) -> datetime:
 
 def _show_total(console: Console, store: Store, found: Sequence[Found]) -> None:
     size = printing.byte_text(sum(each.size for each in found))
-    printing.line(console, (f"{store}: ", "bold"), f"{_files(len(found))}, {size}")
+    printing.line(console, (f"{store}: ", "bold"), f"{_files(len(found))}, {size}", fold=True)
 
 
 def _files(count: int) -> str:

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cudnn_mha import checks, config, devices
-from cudnn_mha.checks import Reason
+from cudnn_mha import checks, devices, extended
+from cudnn_mha.cache import Slot
+from cudnn_mha.checks import MAX_ELEMENTS, Kind, Reason
+from cudnn_mha.devices import Device
 from cudnn_mha.dispatch import (
     SPLITTABLE,
     Decision,
     decide,
-    find_plan,
     needs_reference,
     not_on_cuda,
 )
-from cudnn_mha.inputs import Options, require_kinds, split, validate, without_data
+from cudnn_mha.extended import Given, Manner, Route
+from cudnn_mha.inputs import (
+    Options,
+    make_options,
+    require_countable,
+    split,
+    validate,
+    without_data,
+)
 from cudnn_mha.spec import AttentionSpec
+from cudnn_mha.terms import asks_more, make_terms
+
+REFERENCE = "cudnn_mha.reference, plain PyTorch"
+
+TOLD = {
+    Manner.RAGGED: "ragged: by offsets and lengths; kernels touch nothing beyond a sequence",
+    Manner.CACHE: "cache: by lengths; kernels leave keys beyond a sequence alone",
+    Manner.CLEANED: "cleaned: by lengths; query, key and value are copied with zeros as padding",
+}
+"""How graphs are told lengths, in words."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +74,7 @@ class Explanation:
         graphs: forward, then backward where a gradient is wanted; of one part, where the call is
             computed in parts.
         runs: who would compute it.
+        lengths: how the graphs are told the lengths of sequences; None where the call has none.
     """
 
     served: bool
@@ -59,6 +82,7 @@ class Explanation:
     reasons: tuple[Reason, ...]
     graphs: tuple[Graph, ...]
     runs: str
+    lengths: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain dictionaries and lists, for JSON."""
@@ -72,6 +96,8 @@ class Explanation:
             if graph.engine is not None:
                 lines.append(f"    engine {graph.engine}, workspace {graph.workspace} bytes")
             lines += [f"    remedy: {remedy}" for remedy in graph.remedies]
+        if self.lengths is not None:
+            lines.append(f"  lengths: {self.lengths}")
         lines.append(f"  runs: {self.runs}")
         return "\n".join(lines)
 
@@ -89,6 +115,14 @@ def explain(
     return_lse: bool = False,
     deterministic: bool | None = None,
     workspace_limit: int | str | None = None,
+    seq_lens_q: Tensor | bool | None = None,
+    seq_lens_kv: Tensor | bool | None = None,
+    causal_alignment: str = "top_left",
+    window: tuple[int, int] | None = None,
+    alibi: bool = False,
+    alibi_slopes: Tensor | bool | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | bool | None = None,
     dtype: torch.dtype = torch.bfloat16,
     mask_dtype: torch.dtype = torch.bool,
     requires_grad: bool | None = None,
@@ -105,6 +139,10 @@ def explain(
         key, value, attn_mask: likewise.
         dropout_p, is_causal, scale, enable_gqa: as for `cudnn_sdpa`.
         return_lse, deterministic, workspace_limit: as for `cudnn_sdpa`.
+        seq_lens_q, seq_lens_kv, alibi_slopes, sinks: a tensor, whose values are not read, or True
+            where the call has one. Sinks that are only said to be there are parameters: their
+            gradient is wanted where gradients are.
+        causal_alignment, window, alibi, softcap: as for `cudnn_sdpa`.
         dtype: dtype of query, key and value given as shapes.
         mask_dtype: dtype of an attn_mask given as a shape.
         requires_grad: whether gradients are wanted; None asks the tensors.
@@ -114,73 +152,282 @@ def explain(
     Raises:
         ValueError, TypeError, RuntimeError: as for `cudnn_sdpa`, and for an unknown ``gpu``.
     """
-    given = [query, key, value, attn_mask]
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    if workspace_limit is None:
-        workspace_limit = config.settings().workspace_limit
-    require_kinds(dropout_p, is_causal, scale, enable_gqa, return_lse, deterministic, True)
-    options = Options(
-        float(dropout_p),
+    options = make_options(
+        dropout_p,
         is_causal,
-        None if scale is None else float(scale),
+        scale,
         enable_gqa,
         return_lse,
         deterministic,
-        config.parse_bytes(workspace_limit),
+        workspace_limit,
+        True,
     )
-    tensors = [t for t in given if isinstance(t, Tensor)]
-    if requires_grad is None:
-        requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    device = None
-    if gpu is not None:
-        device = devices.described(gpu)
-    elif tensors and tensors[0].is_cuda:
-        device = devices.cuda(tensors[0].device.index)
-    elif all(t.is_meta for t in tensors) and torch.cuda.is_available():
-        device = devices.cuda(torch.cuda.current_device())
-    dtypes = (dtype, dtype, dtype, mask_dtype)
+    operands = given_operands(
+        seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv, alibi_slopes=alibi_slopes, sinks=sinks
+    )
+    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi)
+    given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    asked = Asked(given, operands, dtype, requires_grad, gpu)
     with torch.enable_grad():
-        q, k, v, mask = (_meta(t, kind) for t, kind in zip(given, dtypes, strict=True))
-        for name, tensor in (("query", q), ("key", k), ("value", v)):
-            if tensor is None:
-                raise TypeError(f"{name} must be a torch.Tensor or a shape, got None")
-        assert q is not None and k is not None and v is not None
+        q, k, v = (asked.meta(name) for name in ("query", "key", "value"))
+        mask = None if attn_mask is None else asked.meta("attn_mask", mask_dtype)
         validate(q, k, v, mask, options)
-        decision = decide(q, k, v, mask, options, gradient=requires_grad, device=device)
-        parts = 1
-        while SPLITTABLE.issuperset(r.rule for r in decision.reasons) and decision.reasons:
-            cut = split(q, k, v, mask)
-            if cut is None:
-                break
-            q, k, v, mask = cut.halves[1]  # the larger one where they differ
-            parts *= 2
-            decision = decide(q, k, v, mask, options, gradient=requires_grad, device=device)
-    graphs = tuple(_graph(spec, decision) for spec in _specs(decision))
-    where = str(device) if device else "these tensors"
-    if device is None and tensors and not tensors[0].is_meta:
-        elsewhere = not_on_cuda(tensors[0])  # what was decided on has no device of its own
-        decision.reasons = tuple(elsewhere if r.rule == "device" else r for r in decision.reasons)
-    served = decision.served
-    if served:
-        runs = "cuDNN" + (f", in {parts} parts" if parts > 1 else "")
-    elif needs_reference(q, k, v, mask, options, gradient=requires_grad):
-        runs = "cudnn_mha.reference, plain PyTorch"
-    else:
-        runs = "torch.nn.functional.scaled_dot_product_attention, without cuDNN"
-    return Explanation(served, where, decision.reasons, graphs, runs)
+        require_countable(q, k, v, mask, options)
+        made = (q, k, v, mask)
+        if not asks_more(causal_alignment, window, softcap, alibi, *operands):
+            return _explain_ordinary(asked, made, options)
+        terms = dataclasses.replace(terms, alibi=alibi or "alibi_slopes" in operands)
+        call = asked.call(*made)
+        extended.validate_operands(call)
+        route = extended.describe(call, options, terms, asked.gradient, asked.device)
+        told = TOLD.get(route.manner) if call.has_lengths else None
+        return asked.explained(route, made, told)
 
 
-def _meta(given: Tensor | Sequence[int] | None, dtype: torch.dtype) -> Tensor | None:
+def _explain_ordinary(
+    asked: Asked, made: tuple[Tensor, Tensor, Tensor, Tensor | None], options: Options
+) -> Explanation:
+    """The verdict on a call that PyTorch's own function could be told."""
+    device, gradient = asked.device, asked.gradient
+    decision = decide(*made, options, gradient=gradient, device=device)
+    part, parts = made, 1
+    while SPLITTABLE.issuperset(r.rule for r in decision.reasons) and decision.reasons:
+        cut = split(*part)
+        if cut is None:
+            break
+        part = cut.halves[1]  # the larger one where they differ
+        parts *= 2
+        decision = decide(*part, options, gradient=gradient, device=device)
+    slots = [decision.forward, *decision.backward.values()] if decision.served else []
+    served_by = "cuDNN" + (f", in {parts} parts" if parts > 1 else "")
+    otherwise = "torch.nn.functional.scaled_dot_product_attention, without cuDNN"
+    if needs_reference(*part, options, gradient=gradient):
+        otherwise = REFERENCE
+    return asked.verdict(
+        made, decision.reasons, _specs(decision), slots, options, served_by, otherwise
+    )
+
+
+def given_operands(**operands: Tensor | bool | None) -> dict[str, Tensor | bool]:
+    """Those that a call has.
+
+    Raises:
+        TypeError: one is neither a tensor nor True, False or None.
+    """
+    found: dict[str, Tensor | bool] = {}
+    for name, given in operands.items():
+        if given is not None and not isinstance(given, Tensor | bool):
+            raise TypeError(
+                f"{name} must be a torch.Tensor, True where there is one, or None, got {given!r}"
+            )
+        if given is not None and given is not False:
+            found[name] = given
+    return found
+
+
+class Asked:
+    """What is explained, and for which GPU.
+
+    Args:
+        given: tensors and shapes by the names of the arguments.
+        operands: what else the call has, each a tensor or True.
+        dtype: dtype of what is given as a shape.
+        requires_grad: whether gradients are wanted; None asks the tensors.
+        gpu: name of a described GPU; None takes the tensors' own device, or the current one.
+
+    Attributes:
+        device: the GPU; None where there is none.
+        gradient: whether gradients are wanted.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        operands: Mapping[str, Tensor | bool],
+        dtype: torch.dtype,
+        requires_grad: bool | None,
+        gpu: str | None,
+    ) -> None:
+        self._given, self._operands, self._dtype = given, operands, dtype
+        tensors = [t for t in given.values() if isinstance(t, Tensor)]
+        self._tensors = tensors
+        if requires_grad is None:
+            every = (*tensors, *(t for t in operands.values() if isinstance(t, Tensor)))
+            requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in every)
+        self.gradient = requires_grad
+        self.device: Device | None = None
+        if gpu is not None:
+            self.device = devices.described(gpu)
+        elif tensors and tensors[0].is_cuda:
+            self.device = devices.cuda(tensors[0].device.index)
+        elif all(t.is_meta for t in tensors) and torch.cuda.is_available():
+            self.device = devices.cuda(torch.cuda.current_device())
+
+    def meta(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """That tensor without data."""
+        return _meta(name, self._given[name], dtype or self._dtype)
+
+    def call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        starts: Sequence[Tensor] = (),
+    ) -> Given:
+        """The call with these tensors and the operands, all without data.
+
+        Args:
+            query, key, value, mask: as in `Given`.
+            starts: of queries and of keys, where sequences are packed.
+        """
+        packed = bool(starts)
+        heads = tuple(query.shape[1:2] if packed else query.shape[-3:-2])
+        batch = starts[0].numel() - 1 if packed else extended.batch_of(query, key, value)
+        return Given(
+            query,
+            key,
+            value,
+            mask,
+            self._operand("seq_lens_q", (batch,), torch.int32),
+            self._operand("seq_lens_kv", (batch,), torch.int32),
+            self._operand("alibi_slopes", heads, torch.float32),
+            self._operand("sinks", heads, torch.float32),
+            *starts,
+        )
+
+    def _operand(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """That operand; of this shape and dtype where it is only said to be there."""
+        given = self._operands.get(name)
+        if given is None:
+            return None
+        if isinstance(given, Tensor):
+            return _meta(name, given, dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        return tensor.requires_grad_(name == "sinks" and self.gradient)
+
+    def explained(
+        self,
+        route: Route,
+        made: Iterable[Tensor | None],
+        told: str | None,
+        served_by: str = "cuDNN",
+    ) -> Explanation:
+        """The verdict on a call that was described, whose plans are found now.
+
+        Args:
+            route: what became of it.
+            made: the tensors without data.
+            told: how its graphs are told lengths, in words.
+            served_by: who computes it where cuDNN serves it.
+        """
+        extended.find_plans(route)
+        slots = [] if route.reasons else [route.forward, route.backward]
+        found = self.verdict(
+            made, route.reasons, route.graphs, slots, route.options, served_by, REFERENCE
+        )
+        return dataclasses.replace(found, lengths=told if route.graphs else None)
+
+    def verdict(
+        self,
+        made: Iterable[Tensor | None],
+        reasons: tuple[Reason, ...],
+        specs: Iterable[AttentionSpec],
+        slots: Iterable[Slot | None],
+        options: Options,
+        served_by: str,
+        otherwise: str,
+    ) -> Explanation:
+        """The verdict on a decided call.
+
+        Args:
+            made: the tensors without data.
+            reasons: why cuDNN does not serve it.
+            specs: its graphs; those of the plans where it is served.
+            slots: its plans.
+            options: its other arguments.
+            served_by: who computes it where cuDNN serves it.
+            otherwise: who does where not.
+        """
+        device, tensors = self.device, self._tensors
+        too_large = _too_large(self._given, made, device)
+        reasons = (*reasons, *too_large)
+        plans = [slot.plan for slot in slots if slot is not None and slot.plan is not None]
+        if plans:
+            specs = [plan.spec for plan in plans]
+        shown = [] if too_large else plans
+        graphs = []
+        for spec, plan in itertools.zip_longest(specs, shown):
+            assert device is not None
+            engine, workspace = (plan.engine, plan.workspace) if plan else (None, None)
+            graphs.append(Graph(str(spec), engine, workspace, _remedies(spec, device, options)))
+        where = str(device) if device else "these tensors"
+        if device is None and tensors and not tensors[0].is_meta:
+            elsewhere = not_on_cuda(tensors[0])  # what was decided on has no device of its own
+            reasons = tuple(elsewhere if r.rule == "device" else r for r in reasons)
+        runs = otherwise if reasons else served_by
+        if too_large:
+            runs = "nothing, since the tensors do not fit into the GPU's memory"
+        return Explanation(not reasons, where, reasons, tuple(graphs), runs)
+
+
+def _meta(name: str, given: Any, dtype: torch.dtype) -> Tensor:
     """The same tensor without data."""
-    if given is None:
-        return None
     if isinstance(given, Tensor):
         return without_data(given).requires_grad_(given.requires_grad)
-    return torch.empty(tuple(given), dtype=dtype, device="meta")
+    return torch.empty(_shape(name, given), dtype=dtype, device="meta")
+
+
+def _shape(name: str, given: Any) -> tuple[int, ...]:
+    """The numbers of a shape.
+
+    Raises:
+        TypeError: it is no shape; a text is none either, whatever it says.
+        ValueError: a number is negative, or no GPU holds so many elements.
+    """
+    try:
+        if isinstance(given, str | bytes | bytearray):
+            raise TypeError
+        shape = tuple(map(operator.index, given))
+    except TypeError:
+        raise TypeError(
+            f"{name} must be a torch.Tensor or a shape of whole numbers such as "
+            f"(4, 32, 4096, 128), got {given!r}; give a tensor or a tuple of int"
+        ) from None
+    if min(shape, default=0) < 0:
+        raise ValueError(f"{name} must have no negative size, got {shape}; give sizes of 1 or more")
+    if math.prod(shape) > MAX_ELEMENTS:
+        raise ValueError(
+            f"{name} must have at most 2^48 elements, more than any GPU's memory holds, got "
+            f"{shape}; make it smaller"
+        )
+    return shape
+
+
+def _too_large(
+    given: Mapping[str, object], made: Iterable[Tensor | None], device: Device | None
+) -> tuple[Reason, ...]:
+    """The reason against a call that is only described, and larger than the GPU."""
+    if device is None or any(isinstance(t, Tensor) and not t.is_meta for t in given.values()):
+        return ()
+    # A tensor that is given twice is there once.
+    sizes = {
+        id(own) if isinstance(own, Tensor) else name: tensor.untyped_storage().nbytes()
+        for (name, own), tensor in zip(given.items(), made, strict=True)
+        if tensor is not None
+    }
+    needed = sum(sizes.values())
+    if needed <= device.memory:
+        return ()
+    message = (
+        f"the tensors of the call take {needed / 2**30:,.0f} GiB, and {device.name} has "
+        f"{device.memory / 2**30:,.0f} GiB; make the call smaller"
+    )
+    return (Reason("memory", message, Kind.UNAVAILABLE),)
 
 
 def _specs(decision: Decision) -> list[AttentionSpec]:
+    """What cuDNN would be asked for, were there plans."""
     if decision.spec is None or decision.device is None:
         return []
     specs = [checks.remedied(decision.spec, decision.device)]
@@ -189,18 +436,20 @@ def _specs(decision: Decision) -> list[AttentionSpec]:
     return specs
 
 
-def _graph(spec: AttentionSpec, decision: Decision) -> Graph:
-    assert decision.device is not None
+def _remedies(spec: AttentionSpec, device: Device, options: Options) -> tuple[str, ...]:
+    """What is done about faults that the graph would meet."""
     bare = dataclasses.replace(spec, padding=False)  # as it was before any remedy
     remedies = tuple(
         f"{hazard.remedy} ({hazard.condition}; costs {hazard.cost})"
         for hazard in checks.HAZARDS
-        if hazard.applies and hazard.applies(bare, decision.device)
+        if hazard.applies and hazard.applies(bare, device)
     )
-    plan = None
-    if decision.served:
-        slot, _ = find_plan(spec, decision.device, decision.options.workspace_limit)
-        plan = slot.plan if slot else None
-    if plan is None:
-        return Graph(str(spec), None, None, remedies)
-    return Graph(str(spec), plan.engine, plan.workspace, remedies)
+    scale = options.scale
+    if scale is not None and scale <= 0:  # the spec has what is left of it
+        hazard = next(h for h in checks.HAZARDS if h.name == "scale_not_positive")
+        sign = -1 if scale < 0 else 0
+        remedies += (
+            f"scale is {scale:g}: the query is multiplied by its sign, {sign}, and the graph "
+            f"takes scale {spec.scale:g} ({hazard.condition}; costs {hazard.cost})",
+        )
+    return remedies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -16,17 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_mha import cache, checks, config, devices, recording, runtime
+from cudnn_mha import cache, checks, config, devices, extended, recording, runtime
 from cudnn_mha.cache import Slot, plan_key, plans
 from cudnn_mha.config import version_text
 from cudnn_mha.devices import Device
 from cudnn_mha.dispatch import SPLITTABLE
+from cudnn_mha.extended import Given
 from cudnn_mha.inputs import (
     Options,
     backward_spec,
     forward_spec,
     outline,
     prepare,
+    require_countable,
     split,
     validate,
     writable_output,
@@ -34,6 +37,7 @@ from cudnn_mha.inputs import (
 from cudnn_mha.plan import Refused, compile_plan
 from cudnn_mha.spec import AttentionSpec
 from cudnn_mha.store import Store, gpu_facts
+from cudnn_mha.terms import Terms
 
 Progress = Callable[["Outcome"], None]
 
@@ -188,6 +192,7 @@ def specs_of(
         ValueError, TypeError, RuntimeError: as for `cudnn_sdpa`.
     """
     validate(query, key, value, mask, options)
+    require_countable(query, key, value, mask, options)
     inputs = prepare(query, key, value, mask, options)
     output = writable_output(query, value) if inputs.are(query, key, value) else None
     scale = outline(query, value, options).scale
@@ -211,6 +216,31 @@ def specs_of(
         return specs
     halves = [specs_of(*half, options, device, gradient=gradient) for half in parts.halves]
     return list(dict.fromkeys(itertools.chain(*halves)))
+
+
+def extended_specs(
+    given: Given, options: Options, terms: Terms, device: Device, *, gradient: bool
+) -> list[AttentionSpec]:
+    """`specs_of` for a call with arguments that PyTorch's function does not have.
+
+    Args:
+        given: tensors on ``meta``; no value is read.
+        options, terms: the call's other arguments.
+        device: the GPU that the call is for.
+        gradient: some gradient will be wanted.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as for `cudnn_sdpa`; ValueError also where cuDNN has
+            no graph for such tensors on any GPU.
+    """
+    validate(*given[:4], options)
+    require_countable(*given[:4], options)
+    extended.validate_operands(given)
+    route = extended.describe(given, options, terms, gradient, device)
+    if not route.graphs:
+        raise ValueError("; ".join(map(str, route.reasons)))
+    # Remedies are those of this GPU, and come back when the plan is compiled.
+    return [dataclasses.replace(spec, padding=False) for spec in route.graphs]
 
 
 def load_plans(folder: str | os.PathLike[str]) -> Loaded:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 
@@ -20,9 +20,13 @@ def console(*, stderr: bool = False) -> Console:
     return made
 
 
-def line(to: Console, *parts: str | tuple[str, str]) -> None:
-    """Prints one line, parts of it in a style; long ones are left to the terminal to break."""
-    to.print(Text.assemble(*parts), soft_wrap=True)
+def line(to: Console, *parts: str | tuple[str, str], fold: bool = False) -> None:
+    """Prints one line, parts of it in a style.
+
+    A long one is left to the terminal to break, so that it can be copied; with ``fold`` it is
+    broken at the terminal's width.
+    """
+    to.print(Text.assemble(*parts), soft_wrap=not (fold and to.is_terminal))
 
 
 def table(title: str | None, rows: Sequence[Sequence[RenderableType]], *columns: str) -> Table:
@@ -33,6 +37,18 @@ def table(title: str | None, rows: Sequence[Sequence[RenderableType]], *columns:
         made.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
     for row in rows:
         made.add_row(*row)
+    return made
+
+
+def records(rows: Sequence[Sequence[str]], *columns: str) -> Table:
+    """The same as `table` for a narrow terminal: a line for each cell, under one another."""
+    made = Table.grid(
+        Column(style="bold", overflow="fold"), Column(overflow="fold"), padding=(0, 1)
+    )
+    for row in rows:
+        for column, cell in zip(columns, row, strict=True):
+            made.add_row(column.lstrip(">"), cell)
+        made.add_row()
     return made
 
 

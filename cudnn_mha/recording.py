@@ -7,13 +7,17 @@ several processes may share a file; given a folder, each writes a file of its ow
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
 import logging
+import multiprocessing
 import os
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -33,6 +37,7 @@ class Recorder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._given = os.fspath(path)
+        self.began = time.time()
         self._start()
 
     def _start(self) -> None:
@@ -63,9 +68,41 @@ class Recorder:
                 self._failed = True
                 logger.warning("calls are not recorded in %s: %s", self.path, error)
 
+    def end(self) -> None:
+        """Warns where nothing was recorded, by this process or by another in the same place."""
+        if self._seen or self._process != os.getpid():
+            return
+        place = Path(self._given).expanduser()
+        files = place.glob("*.jsonl") if self.path != place else [place]
+        for file in files:
+            with contextlib.suppress(OSError):
+                if file.stat().st_mtime >= self.began:
+                    return
+        logger.warning(
+            "no call was recorded, and %s was not written: no call reached cuDNN. Either the "
+            "tensors are on no CUDA GPU, or no call goes through cudnn_mha (call cudnn_sdpa, or "
+            "set %s=1), or cuDNN serves none of them (cudnn_mha.explain says why)",
+            self.path,
+            config.ENABLED,
+        )
+
 
 _recorders: list[Recorder] = []
 _of_environment: dict[str, Recorder] = {}
+_loaded_at, _loaded_by = time.time(), os.getpid()
+
+
+@atexit.register
+def _end_of_environment() -> None:
+    """Ends the recording of the environment, whose recorder is made by the first call only."""
+    path = os.environ.get(config.RECORD)
+    # Processes that others started for a part of the work need no call, nor do commands.
+    started = multiprocessing.parent_process() is not None or _loaded_by != os.getpid()
+    if not path or started or "cudnn_mha.cli" in sys.modules:
+        return
+    recorder = _of_environment.get(path) or Recorder(path)
+    recorder.began = _loaded_at
+    recorder.end()
 
 
 def note(spec: AttentionSpec) -> None:
@@ -83,7 +120,8 @@ def note(spec: AttentionSpec) -> None:
 def record(path: str | os.PathLike[str]) -> Iterator[None]:
     """Records every distinct call of the process while the ``with`` block runs.
 
-    Calls of before are recorded again; their plans stay.
+    Calls of before are recorded again; their plans stay. A block without a call that cuDNN could
+    serve writes nothing and logs a warning.
 
     Args:
         path: a file, which is made or appended to; or a folder (one that exists, or a text that
@@ -96,6 +134,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         _recorders.remove(recorder)
+        recorder.end()
 
 
 def read(paths: Iterable[str | os.PathLike[str]]) -> list[AttentionSpec]:
@@ -131,9 +170,11 @@ def _parsed(line: bytes) -> AttentionSpec:
     needed = ["query", "key", "value", "output"]
     if spec.backward:
         needed += [f"grad_{name}" for name in ("output", "query", "key", "value")]
-    for name in needed + [n for n in ("bias", "grad_bias") if getattr(spec, n) is not None]:
+    optional = ("bias", "grad_bias", "page_table")
+    for name in needed + [n for n in optional if getattr(spec, n) is not None]:
         layout = getattr(spec, name)
         if not isinstance(layout, TensorSpec) or [len(part) for part in layout[:2]] != [4, 4]:
             raise ValueError(f"{name} must have a shape and a stride of 4 numbers, got {layout!r}")
     # A file written by hand may have 1 for 1.0, which would be the key of another plan.
-    return dataclasses.replace(spec, scale=float(spec.scale), dropout_p=float(spec.dropout_p))
+    numbers = {name: float(getattr(spec, name)) for name in ("scale", "dropout_p", "softcap")}
+    return dataclasses.replace(spec, **numbers)  # type: ignore[arg-type]

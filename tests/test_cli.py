@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +64,52 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     assert "cudnn_mha.explanation" in result.stderr
     assert "`cudnn-mha doctor` shows what is wrong" in result.stderr
+
+
+# ----------------------------------------------------------------------- output that goes nowhere
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "command",
+    ["--help", "--version", "check --gpu h200 --q 1,1,8,8", "cache list", "doctor --json"],
+)
+def test_a_full_disk_is_one_line(tmp_path: Path, command: str, unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cudnn_mha", *command.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {config.CACHE_DIR: str(tmp_path), "PYTHONUNBUFFERED": unbuffered},
+        )
+    problem = "Error: the output cannot be written: [Errno 28] No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, problem)
+
+
+@pytest.mark.parametrize(
+    "command", ["--help", "check --gpu h200 --q 1,1,8,8", "doctor", "doctor --json"]
+)
+def test_a_reader_that_left_is_no_word(command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "cudnn_mha", *command.split()],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_other_failures_are_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(doctor, "collect", fail)
+    with pytest.raises(OSError, match="no memory"):
+        run("doctor")
 
 
 # ------------------------------------------------------------------------------------------ check
@@ -128,6 +177,24 @@ def test_every_reason_is_printed() -> None:
     assert lines[-1] == "runs: cudnn_mha.reference, plain PyTorch"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "rules"),
+    [
+        (("--q", "1,1,99999999999,64"), ["size", "size", "memory"]),
+        (("--q", "1,1,64,1000000000"), ["memory"]),
+        (("--q", "1,1,64,9000000000"), ["size", "size", "memory"]),
+        (("--q", "1,1,0,64"), ["empty"]),
+    ],
+)
+def test_absurd_sizes_have_a_plain_reason(arguments: tuple[str, ...], rules: list[str]) -> None:
+    result = run("check", "--gpu", "h200", *arguments)
+    assert result.exit_code == 1
+    reasons = [line for line in result.stdout.splitlines() if line.startswith("  reason: ")]
+    assert [reason.rpartition("[")[2] for reason in reasons] == [f"{rule}]" for rule in rules]
+    assert "engine" not in result.stdout
+    assert "CUDNN" not in result.stdout
+
+
 def asked(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
     """What ``check`` with these arguments asks of `explain`."""
     from cudnn_mha import explanation
@@ -159,6 +226,14 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         "return_lse": False,
         "deterministic": None,
         "workspace_limit": None,
+        "seq_lens_q": False,
+        "seq_lens_kv": False,
+        "causal_alignment": "top_left",
+        "window": None,
+        "alibi": False,
+        "alibi_slopes": False,
+        "softcap": None,
+        "sinks": False,
         "dtype": torch.bfloat16,
         "mask_dtype": torch.bool,
         "requires_grad": False,
@@ -179,6 +254,35 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (call["dropout"], call["scale"], call["gqa"]) == (0.25, 0.5, True)
     assert (call["return_lse"], call["deterministic"], call["requires_grad"]) == (True, True, True)
     assert config.parse_bytes(call["workspace_limit"]) == 64 * 2**20
+
+
+def test_arguments_that_pytorch_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked(monkeypatch, *GQA, "--lengths", "--alignment", "bottom_right", "--window",
+                  "-1, 12", "--softcap", "2.5", "--alibi", "--sinks")  # fmt: skip
+    assert (found["seq_lens_q"], found["seq_lens_kv"]) == (True, True)
+    assert (found["causal_alignment"], found["window"]) == ("bottom_right", (-1, 12))
+    assert (found["softcap"], found["alibi"], found["sinks"]) == (2.5, True, True)
+    assert found["alibi_slopes"] is False
+    assert asked(monkeypatch, *GQA, "--slopes")["alibi_slopes"] is True
+
+
+def test_how_lengths_are_told() -> None:
+    found = parsed(result := run("check", *GQA, "--lengths", "--json"))
+    assert result.exit_code == 0
+    assert found["lengths"].startswith("ragged: ")
+    (graph,) = found["graphs"]
+    assert graph["spec"].startswith("forward query=2x8x1024x64:bfloat16@(397824, 49728, 64, 1) ")
+    assert graph["spec"].endswith(" lengths ragged")
+    assert graph["engine"].startswith("eng")
+    lines = run("check", *GQA, "--lengths").stdout.splitlines()
+    assert lines[-2:] == [f"lengths: {found['lengths']}", "runs: cuDNN"]
+
+
+def test_alibi_beside_lengths() -> None:
+    found = parsed(result := run("check", *GQA, "--lengths", "--slopes", "--json"))
+    assert result.exit_code == 1
+    assert [reason["rule"] for reason in found["reasons"]] == ["score_operations"]
+    assert found["runs"] == "cudnn_mha.reference, plain PyTorch"
 
 
 @pytest.mark.parametrize(("flag", "gqa"), [("--gqa", True), ("--no-gqa", False)])
@@ -226,7 +330,16 @@ def test_layout_for_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> 
         ((*GQA, "--v", "2,2,778,64"), "key and value must have the same length, got 777 and 778"),
         ((*GQA, "--no-gqa"), "for grouped-query attention set enable_gqa=True"),
         ((*GQA, "--mask", "2,1,1,5"), "attn_mask must broadcast to (2, 8, 777, 777)"),
+        (
+            ("--gpu", "h200", "--q", "1,1,99999999999,8", "--mask", "99999999999,1"),
+            "attn_mask would be of shape (99999999999, 99999999999)",
+        ),
         ((*GQA, "--mask", "1", "--causal"), "--mask and --causal exclude each other"),
+        ((*GQA, "--window", "5"), "'--window': '5' is no window such as 1023,0 or -1,128"),
+        ((*GQA, "--window", "5,x"), "'5,x' is no window such as"),
+        ((*GQA, "--window", "-2,0"), "window must hold -1 (no bound) or more, got (-2, 0)"),
+        ((*GQA, "--softcap", "-1"), "softcap must be positive, or None or 0 for none"),
+        ((*GQA, "--alignment", "left"), "'left' is not one of 'top_left', 'bottom_right'"),
         ((*GQA, "--dropout", "1.5"), "dropout_p must be in [0, 1], got 1.5"),
         ((*GQA, "--scale", "nan"), "scale must be finite"),
         ((*GQA, "--workspace-limit", "much"), "workspace_limit must be a number of bytes or"),

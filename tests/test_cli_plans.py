@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -17,15 +19,27 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from cudnn_mha import cache, cli, cli_plans, config, devices, explain, precompile, runtime
+from cudnn_mha import (
+    cache,
+    checks,
+    cli,
+    cli_plans,
+    config,
+    devices,
+    explain,
+    precompile,
+    recording,
+    runtime,
+)
 from cudnn_mha.cache import plan_key
 from cudnn_mha.checks import Reason
 from cudnn_mha.config import CACHE_DIR, WORKSPACE_LIMIT
 from cudnn_mha.errors import CudnnUnavailableError
 from cudnn_mha.precompile import Outcome
+from cudnn_mha.sequences import ragged
 from cudnn_mha.spec import AttentionSpec, contiguous_stride
 from cudnn_mha.store import Entry, Store
-from tests.support import BACKWARD, ESCAPE, attention, parsed, run
+from tests.support import BACKWARD, BSHD, ESCAPE, attention, parsed, run, tensor
 
 H200 = devices.described("h200")
 
@@ -98,6 +112,45 @@ def test_a_call_finds_what_the_command_compiled(
     info = cache.cache_info()
     assert (info.builds, info.loads) == (0, 2)
     cache.plans.cache_clear()
+
+
+FURTHER = {
+    "ragged": dataclasses.replace(
+        ragged(attention(lengths=(200, 150), order=BSHD, lse=True), 256, 256), sinks=True
+    ),
+    "window": attention(BACKWARD, lengths=(200, 72), left=64, causal=True, bottom_right=True),
+    "softcap": attention(softcap=20.0, right=16, left=8),
+    "slopes": attention(slopes=True, causal=True),
+    "paged": attention(
+        lengths=(4, 16), key=tensor((40, 4, 16, 64)), value=tensor((40, 4, 16, 64)),
+        page_table=tensor((2, 1, 5, 1), "int32"), causal=True, bottom_right=True,
+    ),
+}  # fmt: skip
+FURTHER["paged"] = dataclasses.replace(FURTHER["paged"], lengths=True)
+
+
+def test_recorded_graphs_of_every_kind_are_compiled_listed_and_shown(tmp_path: Path) -> None:
+    with recording.record(tmp_path / "calls.jsonl"):
+        for spec in FURTHER.values():
+            recording.note(spec)
+    plans = str(tmp_path / "plans")
+    found = parsed(result := run("compile", "--gpu", "h200", "--from", str(tmp_path), "--out",
+                                 plans, "--jobs", "1", "--json"))  # fmt: skip
+    assert result.exit_code == 0
+    assert [outcome["reasons"] for outcome in found["outcomes"]] == [[]] * len(FURTHER)
+    wanted = {str(checks.remedied(spec, H200)) for spec in FURTHER.values()}
+    listed = parsed(run("cache", "list", "--dir", plans, "--json"))["entries"]
+    assert {entry["graph"] for entry in listed} == wanted
+    for entry in listed:
+        shown = parsed(run("cache", "show", entry["key"], "--dir", plans, "--json"))
+        assert shown["problem"] is None
+        assert str(AttentionSpec.from_dict(shown["spec"])) == entry["graph"]
+        text = run("cache", "show", entry["key"], "--dir", plans).stdout
+        assert entry["graph"] in words(text)
+    assert run("cache", "verify", "--dir", plans).exit_code == 0
+    table = words(run("cache", "list", "--dir", plans).stdout)
+    for part in ("ragged", "softcap=20", "slopes", "left=64", "page_table=2x1x5x1:int32"):
+        assert part in table
 
 
 # ------------------------------------------------------------------------ compile, what it is asked
@@ -177,6 +230,32 @@ def test_the_options_of_check_describe_the_calls(compiler: Compiler) -> None:
     (spec,) = compiler.specs
     assert spec.lse
     assert spec.query.stride == spec.output.stride == (200 * 8 * 64, 64, 8 * 64, 1)
+
+
+def test_the_arguments_that_pytorch_does_not_have(compiler: Compiler) -> None:
+    compile_("--q", "2,8,200/250,64", "--lengths", "--causal", "--window", "64,0", "--backward",
+             "--layout", "bshd")  # fmt: skip
+    forward, backward = compiler.specs  # of both lengths
+    assert [s.query.shape for s in compiler.specs] == [(2, 8, 256, 64)] * 2
+    for spec in compiler.specs:
+        assert (spec.lengths, spec.ragged, spec.left, spec.causal) == (True, True, 64, True)
+    assert (forward.lse, backward.backward) == (True, True)
+
+    compile_("--q", "2,8,300,64", "--kv", "2,8,200,64", "--causal", "--sinks", "--backward",
+             "--alignment", "bottom_right")  # fmt: skip
+    assert [(s.bottom_right, s.sinks, s.grad_sinks, s.padding) for s in compiler.specs] == [
+        (True, True, False, False),
+        (True, True, True, False),
+    ]
+    compile_("--q", "2,8,128,64", "--softcap", "3", "--slopes")
+    assert [(s.softcap, s.slopes, s.alibi) for s in compiler.specs] == [(3.0, True, False)]
+    compile_("--q", "2,8,128,64", "--alibi", "--causal")
+    assert [(s.softcap, s.slopes, s.alibi) for s in compiler.specs] == [(0.0, False, True)]
+
+
+def test_how_lengths_are_told_is_up_to_each_gpu(compiler: Compiler) -> None:
+    compile_("--gpu", "a10", "--q", "2,8,200,64", "--lengths")
+    assert [(s.seq_q, s.ragged) for s in compiler.specs] == [(256, True), (200, False)]
 
 
 @pytest.mark.parametrize(
@@ -313,6 +392,7 @@ Q = ("--q", "2,4,8,64")
         (("--causal",), "--causal describes a call only together with --q"),
         (("--kv", "2,4,8,64"), "--kv describes a call only together with --q"),
         (("--dtype", "bf16"), "--dtype describes a call only together with --q"),
+        (("--window", "1,1"), "--window describes a call only together with --q"),
         (("--no-gqa",), "--gqa describes a call only together with --q"),
         (("--from", "nothing.jsonl"), "'--from': Path 'nothing.jsonl' does not exist"),
         (("--q", "2,4,8,x"), "'--q': 'x' is no whole number, nor several such as 1/2/4, nor a"),
@@ -331,9 +411,17 @@ Q = ("--q", "2,4,8,64")
         ((*Q, "--kv", "2,4,8,32"), "query and key must have the same head dimension"),
         ((*Q, "--kv", "2,3/4,8,64"), "the heads of key must divide those of query, got 3 and 4"),
         ((*Q, "--mask", "2,1,1,5"), "attn_mask must broadcast to (2, 4, 8, 8)"),
+        ((*Q, "--mask", "1,1,9999999999,9999999999"), "has more elements than any GPU's memory"),
+        (
+            ("--q", "1,1,99999999999,8", "--mask", "SQ,1"),
+            "attn_mask would be of shape (99999999999, 99999999999)",
+        ),
         ((*Q, "--mask", "1", "--causal"), "--mask and --causal exclude each other"),
         ((*Q, "--dropout", "1.5"), "dropout_p must be in [0, 1], got 1.5"),
         ((*Q, "--workspace-limit", "much"), "workspace_limit must be a number of bytes or"),
+        ((*Q, "--window", "1"), "'1' is no window such as 1023,0 or -1,128"),
+        ((*Q, "--softcap", "inf"), "softcap must be positive"),
+        ((*Q, "--lengths", "--dtype", "fp32"), "must be float16 or bfloat16, got torch.float32"),
         ((*Q, "--jobs", "0"), "'--jobs': 0 is not in the range x>=1"),
         ((*Q, "--gpu", "h300"), "'h300' is not one of 'a10',"),
     ],
@@ -406,7 +494,7 @@ def in_(store: Store) -> tuple[str, str]:
     return "--dir", str(store)
 
 
-def test_list(store: Store) -> None:
+def test_list(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     found = parsed(result := run("cache", "list", *in_(store), "--json"))
     assert result.exit_code == 0
     assert found["folder"] == str(store)
@@ -443,6 +531,8 @@ def test_list(store: Store) -> None:
     then = time.localtime(time.time() - 3600 * 8)
     assert firsts[0][6][:13] == time.strftime("%Y-%m-%d %H", then)
     assert text.splitlines()[-1].startswith(f"{store}: 3 files, ")
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run("cache", "list", *in_(store)).stdout == text  # a file has no width
 
 
 def test_list_shows_what_is_of_no_use(store: Store) -> None:
@@ -453,6 +543,39 @@ def test_list_shows_what_is_of_no_use(store: Store) -> None:
     text = words(run("cache", "list", *in_(store)).stdout.replace("│", " "))
     assert "unusable: it is no plan of cudnn_mha" in text
     assert len(store.files()) == 3  # looking removes nothing
+
+
+def on_a_terminal(width: int, *arguments: str) -> str:
+    """What the command shows on a terminal of that width."""
+    reader, writer = os.openpty()
+    command = subprocess.Popen(
+        [sys.executable, "-m", "cudnn_mha", *arguments],
+        stdout=writer,
+        env={**os.environ, "COLUMNS": str(width), "TERM": "xterm"},
+    )
+    os.close(writer)
+    shown = b""
+    with contextlib.suppress(OSError):  # how the end of a terminal reads
+        while part := os.read(reader, 4096):
+            shown += part
+    os.close(reader)
+    assert command.wait() == 0
+    return re.sub(ESCAPE + r"\[[0-9;]*m", "", shown.decode())
+
+
+@pytest.mark.parametrize("width", [20, 60, 99, 100])
+def test_list_fits_a_terminal(store: Store, width: int) -> None:
+    store.path(ENTRIES[1].key).write_bytes(b"garbage")
+    shown = on_a_terminal(width, "cache", "list", *in_(store))
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= width
+    assert shown.count("│") == 0 if width < 100 else shown.count("│") > 0
+    if width == 60:
+        cells = [line.strip().split(maxsplit=1) for line in lines]
+        assert ["key", name(store, 2)[:12]] in cells
+        assert ["GPU", "NVIDIA H200"] in cells
+        assert "engine or refusal eng3" in [" ".join(line.split()) for line in lines]
+    assert f"{store}:3files," in "".join(shown.split())  # nothing is cut off
 
 
 @pytest.mark.parametrize("command", ["list", "verify", "clear"])

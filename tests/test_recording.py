@@ -177,6 +177,89 @@ def test_calls_that_were_decided_before_are_seen(tmp_path: Path) -> None:
     plans._listeners.pop()
 
 
+NOTHING = "no call was recorded, and {} was not written: no call reached cuDNN. Either the tensors"
+
+
+@pytest.mark.parametrize("place", ["calls.jsonl", "calls/"])
+def test_a_block_without_a_call_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    with record(f"{tmp_path}/{place}"):
+        pass
+    (logged,) = caplog.records
+    assert (logged.name, logged.levelno) == ("cudnn_mha", logging.WARNING)
+    path = own_file(tmp_path / "calls") if place.endswith("/") else tmp_path / place
+    assert logged.getMessage().startswith(NOTHING.format(path))
+    assert "on no CUDA GPU" in logged.getMessage()
+    assert "no call goes through cudnn_mha" in logged.getMessage()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["calls.jsonl", "calls/"])
+def test_a_block_is_not_told_of_calls_that_there_were(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    with record(f"{tmp_path}/{place}"):
+        ask(136)
+    by_another = tmp_path / place / "other-1.jsonl" if place.endswith("/") else tmp_path / place
+    with record(f"{tmp_path}/{place}"):
+        by_another.write_text(line() + "\n")
+    assert caplog.messages == []
+    os.utime(by_another, (0, 0))  # of a run before
+    if place.endswith("/"):
+        os.utime(own_file(tmp_path / "calls"), (0, 0))
+    with record(f"{tmp_path}/{place}"):
+        pass
+    assert len(caplog.messages) == 1
+
+
+IDLE = "import torch"
+IMPORTED = "from cudnn_mha import cudnn_sdpa"
+ON_THE_CPU = f"""{IMPORTED}
+import torch
+q = torch.ones(1, 1, 8, 8)
+cudnn_sdpa(q, q, q)"""
+RECORDED = """from cudnn_mha import explain
+assert explain((1, 1, 8, 8), (1, 1, 8, 8), (1, 1, 8, 8), gpu="h200").served"""
+FORKED = f"{IMPORTED}\nimport os\nif not os.fork(): raise SystemExit\nos.wait()"
+SPAWNED = """import multiprocessing, torch
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=print).start()"""
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [(IDLE, 1), (IMPORTED, 1), (ON_THE_CPU, 1), (RECORDED, 0), (FORKED, 1), (SPAWNED, 1)],
+    ids=["idle", "imported", "cpu", "recorded", "forked", "spawned"],
+)
+def test_a_process_that_recorded_nothing_says_so_once(
+    tmp_path: Path, script: str, told: int
+) -> None:
+    path = tmp_path / "calls.jsonl"
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"],
+        env=os.environ | {RECORD: str(path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.count("no call was recorded") == told
+    assert done.stderr.startswith(NOTHING.format(path) if told else "")
+    assert path.exists() == (not told)
+
+
+def test_commands_make_no_calls_and_say_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cudnn_mha", "doctor"],
+        env=os.environ | {RECORD: str(tmp_path / "calls.jsonl")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+
+
 def test_blocks_may_be_nested_and_end_with_an_exception(tmp_path: Path) -> None:
     outer, inner = tmp_path / "outer.jsonl", tmp_path / "inner.jsonl"
     with record(outer):
@@ -309,6 +392,7 @@ def line(**fields: Any) -> str:
             line(key={"shape": [2, 3], "stride": [3, 1], "dtype": "float16"}).encode(),
             "key must have a shape and a stride of 4 numbers, got TensorSpec(",
         ),
+        (line(page_table=7).encode(), "page_table must have a shape and a stride of 4 numbers"),
         (line(scale="wide").encode(), "could not convert string to float: 'wide'"),
     ],
 )
@@ -330,7 +414,8 @@ def test_a_missing_recording_is_an_error(tmp_path: Path) -> None:
 
 def test_whole_numbers_written_by_hand_are_the_same_graph(tmp_path: Path) -> None:
     path = tmp_path / "calls.jsonl"
-    path.write_text(line(scale=1, dropout_p=0))
+    path.write_text(line(scale=1, dropout_p=0, softcap=2))
     (spec,) = read([path])
-    assert spec == dataclasses.replace(PLAIN, scale=1.0)
-    assert json.dumps(spec.to_dict()) == json.dumps(dataclasses.replace(PLAIN, scale=1.0).to_dict())
+    wanted = dataclasses.replace(PLAIN, scale=1.0, softcap=2.0)
+    assert spec == wanted
+    assert json.dumps(spec.to_dict()) == json.dumps(wanted.to_dict())
