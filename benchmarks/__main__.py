@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.cases import CASES, PEERS, Row
+from benchmarks.cases import CASES, EXTENDED, PEERS, Row
 from benchmarks.worker import DiedError, run
 
 FULL = {"seconds": 2.0, "repeats": 50}
@@ -21,7 +21,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few cases, few rounds")
-    parser.add_argument("--only", metavar="REGEX", help="cases whose name the pattern is found in")
+    parser.add_argument(
+        "--only",
+        metavar="WHAT",
+        default="plain",
+        help="'plain': what PyTorch's function can say, too (default); 'extended': what takes "
+        "our further arguments and functions; 'all': both; "
+        "else a regular expression that is found in the names of the wanted cases",
+    )
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the files")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
     parser.add_argument("--repeats", type=int, help="most rounds for each direction of a case")
@@ -33,12 +40,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         elif getattr(options, name) <= 0:
             parser.error(f"--{name} must be positive")
     try:
-        pattern = re.compile(options.only or "")
+        pattern = re.compile(options.only)
     except re.error as error:
         parser.error(f"--only is no regular expression: {error}")
-    options.cases = [
-        case for case in CASES if pattern.search(case.name) and (case.quick or not options.quick)
+    named = {"plain": CASES, "extended": EXTENDED, "all": CASES + EXTENDED}
+    wanted = named.get(options.only) or [
+        case for case in CASES + EXTENDED if pattern.search(case.name)
     ]
+    options.cases = [case for case in wanted if case.quick or not options.quick]
     if not options.cases:
         parser.error("no case has such a name; --list names them all")
     return options
@@ -57,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     start = time.monotonic()
     rows: list[Row] = []
+    shown: list[tuple[str, ...]] = []
     environment: dict[str, str] = {}
 
     def begin(found: dict[str, str]) -> None:
@@ -67,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def done(new: list[Row]) -> None:
         rows.extend(new)
         for row in new:
+            if not shown or shown[-1] != row.case.columns:
+                shown.append(row.case.columns)
+                print(report.titles(row.case.columns))
             print(report.table_row(row), flush=True)
         settings = {"seconds": options.seconds, "repeats": options.repeats, "quick": options.quick}
         report.write_json(options.out / "benchmarks.json", environment, settings, rows)
@@ -81,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if text := report.notes(rows):
         print(f"\nnot measured:\n{text}")
+    if text := report.comparison(rows):
+        print(f"\n{text}")
     if found := report.checks(rows):
         print(f"\n{report.summary(found)}")
     try:

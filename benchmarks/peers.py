@@ -1,12 +1,11 @@
-"""Who computes a case, on which data, and whether the values are right."""
+"""Who computes a case, and whether the values are right."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cudnn_mha
-from benchmarks.cases import Case, Direction, key_lengths
+from benchmarks import extended
+from benchmarks.cases import Case, Direction
+from benchmarks.data import Data
+from benchmarks.extended import Call
 from cudnn_mha import cudnn_sdpa
 
 BACKENDS = {
@@ -27,21 +29,9 @@ BACKENDS = {
 TOLERANCE = 0.02
 DROPOUT_TOLERANCE = 0.05
 
-Call = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-
 
 class RefusedError(Exception):
     """A peer that cannot take part."""
-
-
-@dataclass
-class Data:
-    """Inputs of a case, its output's gradient, and the reference's output and gradients."""
-
-    leaves: tuple[Tensor, Tensor, Tensor]
-    mask: Tensor | None
-    grad_output: Tensor
-    expected: list[Tensor]
 
 
 def bind(name: str, case: Case, direction: Direction) -> Call:
@@ -111,7 +101,7 @@ def prepare(
     Raises:
         RefusedError: it does not serve the case, or its values are wrong.
     """
-    call = bind(name, case, direction)
+    call = extended.bind(name, case, data) if case.extended else bind(name, case, direction)
     with warnings.catch_warnings(record=True) as caught, only(name, direction):
         warnings.simplefilter("always")
         try:
@@ -129,7 +119,10 @@ def prepare(
 
         got = [output] if direction == "forward" else [output, *gradients()]
         tolerance = TOLERANCE
-        distances = [relative_error(*pair) for pair in zip(got, data.expected, strict=False)]
+        if data.real is not None:
+            got[0] = got[0].where(data.real, 0)
+        expected = data.expected if name != "copy" else data.leaves[1:2]
+        distances = [relative_error(*pair) for pair in zip(got, expected, strict=False)]
         if case.dropout:
             tolerance = DROPOUT_TOLERANCE
             distances = _dropout_errors(case, data, output)
@@ -147,51 +140,9 @@ def prepare(
     return (gradients if direction == "backward" else step), distance
 
 
-def make_data(case: Case, device: str = "cuda") -> Data:
-    """Random inputs, and what PyTorch's FlashAttention, with a mask its mathematics, makes of them.
-
-    The mathematics sees one sequence at a time, for want of memory. Dropout is left out.
-    """
-    torch.manual_seed(0)
-    b = case.batch
-    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    query = torch.randn(b, case.heads, case.seq_q, case.dim, **options)
-    key = torch.randn(b, case.kv_heads, case.seq_kv, case.dim, **options)
-    value = torch.randn_like(key)
-    mask = None
-    if case.mask == "full":
-        mask = torch.randn(b, 1, case.seq_q, case.seq_kv, **options)
-    elif case.mask == "keys":
-        lengths = torch.tensor(key_lengths(case), device=device)
-        mask = torch.arange(case.seq_kv, device=device) < lengths.view(b, 1, 1, 1)
-    grad_output = torch.randn_like(query)
-    inputs = (query, key, value)
-    parts = []
-    step = 1 if mask is not None else b
-    with sdpa_kernel(SDPBackend.MATH if mask is not None else SDPBackend.FLASH_ATTENTION):
-        for at in range(0, b, step):
-            some = slice(at, at + step)
-            leaves = _leaves(case, *(t[some] for t in inputs))
-            bias = None if mask is None else mask[some]
-            output = F.scaled_dot_product_attention(
-                *leaves, bias, is_causal=case.causal, enable_gqa=case.gqa
-            )
-            gradients: Sequence[Tensor] = ()
-            if case.backward:
-                gradients = torch.autograd.grad(output, leaves, grad_output[some])
-            parts.append([output.detach(), *gradients])
-    expected = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-    return Data(_leaves(case, *inputs), mask, grad_output, expected)
-
-
-def _leaves(case: Case, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = (t.detach().requires_grad_(case.backward) for t in tensors)
-    return query, key, value
-
-
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """``‖got - expected‖ / ‖expected‖``."""
-    got, expected = got.detach().float(), expected.float()
+    got, expected = got.detach().float(), expected.detach().float()
     return float((got - expected).norm() / expected.norm())
 
 

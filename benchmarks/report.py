@@ -10,7 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import PEERS, Case, Direction, Row, flops, rate, traffic
+from benchmarks.cases import (
+    NO_RIVALS,
+    PEERS,
+    PLAIN,
+    Case,
+    Direction,
+    Row,
+    drawn_lengths,
+    flops,
+    moved,
+    rate,
+    traffic,
+)
 
 LATE = 0.2
 SHORT = {"forward": "fwd", "backward": "bwd", "both": "fwd+bwd"}
@@ -22,6 +34,10 @@ COLOURS = {
     "efficient": "#8d8d8d",
     "frontend": "#f2a541",
     "fa4": "#7b3fa0",
+    "paged": "#4c7a00",
+    "varlen": "#e76f51",
+    "flex": "#00a6d6",
+    "copy": "#c4c4c4",
 }
 MARKERS = {
     "ours": "D",
@@ -31,6 +47,10 @@ MARKERS = {
     "efficient": "v",
     "frontend": "^",
     "fa4": "P",
+    "paged": "p",
+    "varlen": "X",
+    "flex": "h",
+    "copy": "_",
 }
 
 
@@ -77,6 +97,23 @@ def ratio(row: Row, above: str, below: str) -> float | None:
     return statistics.median(both) if both else None
 
 
+def ratios(row: Row) -> dict[str, float]:
+    """How many times as long as we each rival takes."""
+    rivals = [peer for peer in row.case.peers if peer not in NO_RIVALS]
+    found = {peer: ratio(row, peer, "ours") for peer in rivals}
+    return {peer: value for peer, value in found.items() if value is not None}
+
+
+def shares(row: Row) -> dict[str, float]:
+    """Which part of the bandwidth of a copy each peer reaches."""
+    found = {}
+    for peer in row.timings:
+        value = ratio(row, "copy", peer)
+        if value is not None and peer != "copy":
+            found[peer] = value * moved(row.case, peer) / moved(row.case, "copy")
+    return found
+
+
 def checks(rows: Iterable[Row]) -> list[Check]:
     """What was measured against the goals."""
     found = []
@@ -101,7 +138,19 @@ def checks(rows: Iterable[Row]) -> list[Check]:
 def header(environment: Mapping[str, str], cases: Sequence[Case]) -> str:
     """What was measured on, and how to read the table."""
     lines = [f"{name}: {value}" for name, value in environment.items()]
-    lines += [f"{name}: {peer}" for name, peer in PEERS.items()]
+    lines += [
+        f"{name}: {peer}"
+        for name, peer in PEERS.items()
+        if any(name in case.peers for case in cases)
+    ]
+    for case in cases:
+        if case.layout in ("padded", "packed"):
+            lengths = drawn_lengths(case)
+            lines.append(
+                f"padded, packed: {len(lengths)} lengths from {min(lengths)} to {max(lengths)}, "
+                f"mean {statistics.mean(lengths):.0f}"
+            )
+            break
     device = [traffic(case) for case in cases if not case.host]
     if device:
         lines.append(
@@ -112,9 +161,18 @@ def header(environment: Mapping[str, str], cases: Sequence[Case]) -> str:
         "ms, us: median of one call; +-: half the distance of the 20 % and 80 % quantiles; '!': "
         f"in over {LATE:.0%} of the rounds the GPU may have waited for the host"
     )
-    lines.append("columns of peers: TFLOP/s (decode: GB/s; host: us); o/c: time ours / cudnn")
-    titles = "".join(f"{name:>10}" for name in PEERS)
-    return "\n".join([*lines, "", f"{'case':<30}{'':<7}{'ours':>9}{'+-':>6}{titles}{'o/c':>7}"])
+    lines.append(
+        "columns of peers: TFLOP/s (one query: GB/s; host: us), padding not counted; o/c, o/p: "
+        "time ours / cudnn, / the first other peer of the case"
+    )
+    return "\n".join(lines)
+
+
+def titles(columns: Sequence[str]) -> str:
+    """The first line of a table."""
+    names = "".join(f"{name:>10}" for name in columns)
+    last = "o/c" if columns == PLAIN else "o/p"
+    return f"\n{'case':<30}{'':<7}{'ours':>9}{'+-':>6}{names}{last:>7}"
 
 
 def table_row(row: Row) -> str:
@@ -128,14 +186,14 @@ def table_row(row: Row) -> str:
         start += f"{'-':>9}{'-':>6}"
     else:
         start += f"{middle * factor:>7.4g}{unit}{(high - low) / middle / 2:>6.1%}"
-    for peer in PEERS:
+    for peer in row.case.columns:
         time = milliseconds(row, peer)
         if time is None:
             start += f"{'-':>10}"
             continue
-        value = time * factor if row.case.host else rate(row.case, row.direction, time)
+        value = time * factor if row.case.host else rate(row.case, row.direction, time, peer)
         start += f"{value:>10.1f}" if row.timings[peer].late <= LATE else f"{value:>9.1f}!"
-    against = ratio(row, "ours", "cudnn")
+    against = ratio(row, "ours", row.case.rival)
     return start + ("      -" if against is None else f"{against:>7.3f}")
 
 
@@ -151,6 +209,19 @@ def notes(rows: Iterable[Row]) -> str:
     for (peer, reason), names in where.items():
         others = f" and {len(names) - 2} more" if len(names) > 2 else ""
         lines.append(f"{peer}: {reason[:200]} [{', '.join(names[:2])}{others}]")
+    return "\n".join(lines)
+
+
+def comparison(rows: Iterable[Row]) -> str:
+    """What the cases of our further arguments come to, the peers of each as there are."""
+    lines = []
+    for row in rows:
+        parts = [f"{peer} {value:.2f}" for peer, value in ratios(row).items()]
+        parts += [f"{peer} {value:.0%} of a copy" for peer, value in shares(row).items()]
+        if row.case.extended and parts:
+            lines.append(f"{row.case.name:<30}{SHORT[row.direction]:<7}{', '.join(parts)}")
+    if lines:
+        lines.insert(0, "time of a peer / ours, and bandwidth as a part of that of a copy")
     return "\n".join(lines)
 
 
@@ -182,6 +253,7 @@ def write_json(
     for row in rows:
         record: dict[str, Any] = {"name": row.case.name, **dataclasses.asdict(row)}
         record |= {"flops": flops(row.case, row.direction), "bytes": traffic(row.case)}
+        record |= {"ratios": ratios(row), "shares": shares(row)}
         records.append(record)
     found = [{**dataclasses.asdict(check), "verdict": check.verdict} for check in checks(rows)]
     whole = {"environment": environment, "options": options, "rows": records, "checks": found}
@@ -226,13 +298,13 @@ def plot(path: Path, environment: Mapping[str, str], rows: Sequence[Row]) -> Non
     host = [row for row in rows if row.case.host]
     decode = [row for row in rows if row.case.unit == "GB/s"]
     _bars(figure.add_subplot(panels[1, 0]), host, "host time of one call, microseconds")
-    _bars(figure.add_subplot(panels[1, 1]), decode, "decode, GB/s")
+    _bars(figure.add_subplot(panels[1, 1]), decode, "one query, GB/s")
     seen = [peer for peer in PEERS if any(peer in row.timings for row in rows)]
     handles = [
         Line2D([], [], ls="", marker=MARKERS[peer], color=COLOURS[peer], label=PEERS[peer])
         for peer in seen
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(PEERS))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(PLAIN))
     figure.suptitle(
         f"{environment.get('GPU', '')}; torch {environment.get('torch', '')}; "
         f"cuDNN {environment.get('cuDNN', '')}; {environment.get('date', '')}"
@@ -243,13 +315,14 @@ def plot(path: Path, environment: Mapping[str, str], rows: Sequence[Row]) -> Non
 
 def _bars(axes: Any, rows: Sequence[Row], title: str) -> None:
     """A group of bars for each row, one bar for each peer."""
-    width = 0.8 / len(PEERS)
+    width = 0.8 / len(PLAIN)
     for index, row in enumerate(rows):
         present = [peer for peer in PEERS if peer in row.timings]
         for place, peer in enumerate(present):
             time = milliseconds(row, peer)
             assert time is not None
-            value = time * 1e3 if row.case.host else rate(row.case, row.direction, time)
+            host = row.case.host
+            value = time * 1e3 if host else rate(row.case, row.direction, time, peer)
             at = index + (place - (len(present) - 1) / 2) * width
             axes.bar(at, value, width, color=COLOURS[peer])
             axes.text(at, value, f"{value:.0f}", ha="center", va="bottom", fontsize=6)

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.cases import PEERS, Case, Direction, Row, Timing
-from benchmarks.peers import Data, RefusedError, make_data, only, prepare, words
+from benchmarks.data import Data, make_data
+from benchmarks.peers import RefusedError, only, prepare, words
 from cudnn_mha import __version__, config
 
 DEVICE_SAMPLE = 2e-3
@@ -31,6 +32,9 @@ LEAST_ROUNDS = 9
 MOST_CALLS = 100
 PREPARATION = 15
 """How often a case's seconds a peer may take to prepare in all, such as to compile its kernels."""
+
+AWAITED = ("ours", "cudnn", "flex")
+"""Who may take longer."""
 
 _preparing = dict.fromkeys(PEERS, 0.0)
 
@@ -159,10 +163,10 @@ def _run(case: Case, direction: Direction, data: Data, seconds: float, repeats: 
     row = Row(case, direction)
     steps = {}
     errors = {}
-    for name in PEERS:
+    for name in case.peers:
         start = time.perf_counter()
         try:
-            if _preparing[name] > PREPARATION * seconds and name not in ("ours", "cudnn"):
+            if _preparing[name] > PREPARATION * seconds and name not in AWAITED:
                 raise RefusedError("sits out: its preparation takes too long")
             steps[name], errors[name] = prepare(name, case, direction, data)
         except Exception as error:

@@ -21,7 +21,9 @@ from benchmarks import __main__ as command
 from benchmarks import peers, report, timing, worker
 from benchmarks.cases import (
     CASES,
+    EXTENDED,
     PEERS,
+    PLAIN,
     Case,
     Direction,
     Row,
@@ -32,6 +34,7 @@ from benchmarks.cases import (
     traffic,
     visible_pairs,
 )
+from benchmarks.data import Data, make_data
 
 SMALL = Case("dense", 2, 4, 4, 33, 33, 64, causal=True)
 DROPOUT = Case("dropout", 8, 16, 16, 64, 64, 64, dropout=0.1)
@@ -158,7 +161,7 @@ def test_run_case_reports_each_peer(monkeypatch: pytest.MonkeyPatch) -> None:
         return one
 
     monkeypatch.setattr(timing, "device_clock", clock)
-    monkeypatch.setattr(timing, "make_data", lambda case: peers.make_data(case, "cpu"))
+    monkeypatch.setattr(timing, "make_data", lambda case: make_data(case, "cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     rows = timing.run_case(SMALL, 0.01, 3)
     assert [r.direction for r in rows] == ["forward", "backward"]
@@ -167,7 +170,7 @@ def test_run_case_reports_each_peer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.timings["fa2"].milliseconds == [1.0, 1.0, 1.0]
         assert found.timings["fa2"].error < peers.TOLERANCE
         assert "CUDA" in found.refused["ours"]
-        assert set(found.timings) | set(found.refused) == set(PEERS)
+        assert set(found.timings) | set(found.refused) == set(PLAIN)
 
 
 def test_a_peer_that_takes_long_to_prepare_sits_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +188,7 @@ def test_a_peer_that_takes_long_to_prepare_sits_out(monkeypatch: pytest.MonkeyPa
 
 
 def test_run_case_keeps_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(case: Case) -> peers.Data:
+    def broken(case: Case) -> Data:
         raise RuntimeError("out of\nluck")
 
     monkeypatch.setattr(timing, "make_data", broken)
@@ -211,7 +214,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, call: Callable[..., Tensor]) -> None:
     ids=str,
 )
 def test_reference_agrees_with_float32(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = peers.make_data(case, "cpu")
+    data = make_data(case, "cpu")
     assert len(data.expected) == (4 if case.backward else 1)
 
     def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -228,7 +231,7 @@ def test_reference_agrees_with_float32(case: Case, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("factor", [1.05, float("nan")])
 def test_wrong_values_are_refused(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = peers.make_data(SMALL, "cpu")
+    data = make_data(SMALL, "cpu")
 
     class Scaled(torch.autograd.Function):
         """Right values, the gradient off."""
@@ -266,7 +269,7 @@ def dropped(p: float, seen: list[Tensor] | None = None) -> Callable[..., Tensor]
 
 
 def test_dropout_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = peers.make_data(DROPOUT, "cpu")
+    data = make_data(DROPOUT, "cpu")
     torch.manual_seed(1)
     bound(monkeypatch, dropped(0.1))
     for direction in DROPOUT.directions:
@@ -496,7 +499,17 @@ def test_command_options() -> None:
     options = command.parse(["--quick", "--seconds", "0.1"])
     assert (options.seconds, options.repeats) == (0.1, command.QUICK["repeats"])
     assert options.cases == [case for case in CASES if case.quick]
-    assert command.parse([]).cases == CASES
+    assert command.parse([]).cases == command.parse(["--only", "plain"]).cases == CASES
+    assert command.parse(["--only", "extended"]).cases == EXTENDED
+    assert command.parse(["--only", "all"]).cases == CASES + EXTENDED
+    named = command.parse(["--only", "S1:8192"]).cases
+    assert [case.group for case in named] == ["decode", "cache"]
+    quick = command.parse(["--quick", "--only", "extended"]).cases
+    assert [case.name for case in quick] == [
+        "padded D128 S2048",
+        "packed D128 S2048 causal",
+        "cache D128 S1:8192 H32/8",
+    ]
 
 
 @pytest.mark.parametrize(
