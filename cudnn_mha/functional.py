@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
-from cudnn_mha import config, extended, ops
+from cudnn_mha import config, extended, ops, runtime
 from cudnn_mha.attention import apply, attend, forward
 from cudnn_mha.cache import plans
 from cudnn_mha.checks import ALIGNMENT, Kind, Reason
@@ -303,7 +303,7 @@ def cudnn_sdpa(
     return _first_call(query, key, value, attn_mask, options, gradient, signature)
 
 
-@_disable_dynamo
+@runtime.not_traced
 def _extended(
     query: Tensor,
     key: Tensor,

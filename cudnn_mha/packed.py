@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from cudnn_mha import (
     attention,
@@ -54,7 +53,7 @@ from cudnn_mha.terms import Terms, make_terms, paper_slopes
 _routes: dispatch.Decisions[Route] = dispatch.Decisions()
 
 
-@_disable_dynamo
+@runtime.not_traced
 def cudnn_sdpa_varlen(
     query: Tensor,
     key: Tensor,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from cudnn_mha import devices, dispatch, reference_layouts, runtime
 from cudnn_mha.checks import ALIGNMENT, Kind, Reason
@@ -45,7 +44,7 @@ LAYOUTS = ("HND", "NHD")
 _routes: dispatch.Decisions[Route] = dispatch.Decisions()
 
 
-@_disable_dynamo
+@runtime.not_traced
 def cudnn_sdpa_paged(
     query: Tensor,
     key_pages: Tensor,

@@ -10,9 +10,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo
 
 from cudnn_mha import config, driver_stub
 from cudnn_mha.config import MIN_CUDNN, MIN_FRONTEND, version_text
@@ -161,6 +162,22 @@ free: Callable[[int], None] = getattr(
 
 
 Made = TypeVar("Made")
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_traced(function: Function) -> Function:
+    """The function as compilers leave it alone; other calls do not load them."""
+    opaque = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return opaque(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(Function, call)
 
 
 def outside_pools(make: Callable[[], Made]) -> Made:
