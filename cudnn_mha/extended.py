@@ -182,6 +182,7 @@ def validate_operands(given: Given) -> None:
 def require_fit(
     name: str, tensor: Tensor, shape: tuple[int, ...], query: Tensor, *, whole: bool
 ) -> None:
+    """Raises for an operand of another shape, device or dtype than the query asks for."""
     if tensor.shape != shape:
         raise ValueError(f"{name} must be of shape {shape}, got {tuple(tensor.shape)}")
     if tensor.device != query.device:
@@ -440,10 +441,7 @@ def _lengths(route: Route, given: Given) -> tuple[Operands, Tensor | None, Tenso
     operands[Uid.SEQ_LEN_Q] = lengths_q.masked_fill(empty, 1)
     operands[Uid.SEQ_LEN_KV] = lengths_kv.masked_fill(empty, 1)
     hidden = []
-    for _, size, lengths in (
-        (0, route.spec.seq_q, lengths_q),
-        (1, route.spec.seq_kv, lengths_kv),
-    ):
+    for size, lengths in ((route.spec.seq_q, lengths_q), (route.spec.seq_kv, lengths_kv)):
         index = torch.arange(size, device=lengths.device)
         beyond = (index >= lengths[:, None]) | empty[:, None]
         hidden.append(beyond[:, None, :, None])
@@ -645,6 +643,14 @@ def _gradient(layout: TensorSpec | None, like: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------- fall back
 
 
+def slopes_of(given: Given, terms: Terms) -> Tensor | None:
+    """The slopes ``(Hq,)`` that a fallback takes: the caller's, else the paper's, if any."""
+    if given.slopes is not None or not terms.alibi:
+        return given.slopes
+    heads = given.query.shape[1]  # of a padded batch and of a packed one alike
+    return torch.tensor(paper_slopes(heads), device=given.query.device)
+
+
 def accept(given: Given, options: Options, reasons: tuple[Reason, ...]) -> None:
     """Raises where no fallback is allowed, else says why there is one."""
     name = " ".join(
@@ -665,9 +671,6 @@ def _fall_back(
     accept(given, options, reasons)
     # The reference has no batch of one for three dimensions, and broadcasts no heads of the query.
     query, key, value = four_dimensional(*given[:3], options)
-    slopes = given.slopes
-    if terms.alibi and slopes is None:
-        slopes = torch.tensor(paper_slopes(query.shape[1]), device=query.device)
     lengths = [
         None if n is None else n.clamp(0, t.shape[-2])
         for n, t in ((given.lengths_q, query), (given.lengths_kv, key))
@@ -684,7 +687,7 @@ def _fall_back(
         bottom_right=terms.bottom_right,
         window=terms.window,
         softcap=terms.softcap or None,
-        alibi_slopes=slopes,
+        alibi_slopes=slopes_of(given._replace(query=query), terms),
         sinks=given.sinks,
     )
     if given.query.dim() == 3:

@@ -29,6 +29,7 @@ from cudnn_mha.extended import (
     require_operands,
     run_plans,
     settle,
+    slopes_of,
 )
 from cudnn_mha.graph_builder import Uid
 from cudnn_mha.inputs import (
@@ -534,9 +535,6 @@ def _fall_back(
     """The call by plain PyTorch, if that is allowed."""
     if given.query.numel():
         accept(given, options, reasons)
-    slopes = given.slopes
-    if terms.alibi and slopes is None:
-        slopes = torch.tensor(paper_slopes(given.query.shape[1]), device=given.query.device)
     assert given.starts_q is not None and given.starts_kv is not None
     output, lse = reference_layouts.varlen(
         given.query,
@@ -549,7 +547,7 @@ def _fall_back(
         bottom_right=terms.bottom_right,
         window=terms.window,
         softcap=terms.softcap or None,
-        alibi_slopes=slopes,
+        alibi_slopes=slopes_of(given, terms),
         sinks=given.sinks,
         seq_lens_q=_own_lengths(given.starts_q, given.lengths_q, longest_q),
         seq_lens_kv=_own_lengths(given.starts_kv, given.lengths_kv, longest_kv),

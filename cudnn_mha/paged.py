@@ -20,6 +20,7 @@ from cudnn_mha.extended import (
     require_fit,
     run_plans,
     settle,
+    slopes_of,
     with_sinks_alone,
 )
 from cudnn_mha.graph_builder import Uid
@@ -315,9 +316,6 @@ def _fall_back(
     """The call by plain PyTorch, if that is allowed."""
     if given.query.numel():
         accept(given, options, reasons)
-    slopes = given.slopes
-    if terms.alibi and slopes is None:
-        slopes = torch.tensor(paper_slopes(given.query.shape[1]), device=given.query.device)
     assert given.lengths_kv is not None
     lengths_q, seq_kv = given.lengths_q, table.shape[1] * given.key.shape[2]
     output, lse = reference_layouts.paged(
@@ -331,7 +329,7 @@ def _fall_back(
         bottom_right=terms.bottom_right,
         window=terms.window,
         softcap=terms.softcap or None,
-        alibi_slopes=slopes,
+        alibi_slopes=slopes_of(given, terms),
         sinks=given.sinks,
     )
     return output, lse.float() if options.return_lse else None

@@ -131,8 +131,9 @@ def asks_more(
         causal_alignment, window, softcap, alibi: as for `cudnn_sdpa`.
         operands: lengths, slopes and sinks, each false where the call has none.
     """
-    given = window is not None or softcap is not None or causal_alignment != "top_left"
-    return given or alibi or any(operands)
+    bounded = window is not None and window != (-1, -1)
+    capped = softcap is not None and softcap != 0
+    return bounded or capped or causal_alignment != "top_left" or alibi or any(operands)
 
 
 def _bounds(window: tuple[int, int] | None) -> tuple[int | None, int | None]:
