@@ -30,7 +30,7 @@ from cudnn_mha.graph_builder import Uid
 from cudnn_mha.sequences import OFFSETS, Operands, batch_offsets, bucket, ragged
 from cudnn_mha.spec import AttentionSpec, TensorSpec
 
-FEW = 4
+FEW = 3
 """Lengths of otherwise equal calls that get a plan of their own, before any is shared."""
 
 

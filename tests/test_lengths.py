@@ -289,7 +289,7 @@ def test_lengths_are_counted_together_in_every_layout(order: tuple[int, ...]) ->
     sizes = (130, 131, 1000, 2, 700)
     specs = [attention(order=order, lengths=(n, n)) for n in sizes]
     chosen = Way.BY_TOKEN if order in TOKENS else Way.BY_HEAD
-    assert [met.few(spec, chosen) for spec in specs] == [True] * 4 + [False]
+    assert [met.few(spec, chosen) for spec in specs] == [True] * FEW + [False] * (5 - FEW)
 
 
 def test_modes(mode: Callable[[str], None]) -> None:
