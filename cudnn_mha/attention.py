@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_mha import dispatch, runtime
+from cudnn_mha import dispatch, lse_gradient, runtime
 from cudnn_mha.checks import Kind, Reason
 from cudnn_mha.dispatch import Decision
 from cudnn_mha.errors import CudnnSdpaUnsupportedError
@@ -158,10 +158,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None = None) -> Any:
-        refuse_second_order(grad_lse)
+        refuse_second_order()
+        saved = ctx.saved_tensors
+        if grad_lse is not None:
+            gradients = _through_lse(ctx.decision, grad_output, grad_lse, *saved)
+            return (*gradients, None, None, None)
         if grad_output is None:
             return (None,) * 7
-        saved = ctx.saved_tensors
         try:
             gradients = backward(ctx.decision, grad_output, *saved)
         except torch.OutOfMemoryError as error:
@@ -169,13 +172,8 @@ class _Attention(torch.autograd.Function):
         return (*gradients, None, None, None)
 
 
-def refuse_second_order(grad_lse: Tensor | None) -> None:
-    """Raises where a gradient is asked for that no kernel computes."""
-    if grad_lse is not None:
-        raise RuntimeError(
-            "the log-sum-exp has no gradient: detach it, or compute this attention under "
-            "torch.backends.cuda.enable_cudnn_sdp(False)"
-        )
+def refuse_second_order() -> None:
+    """Raises where a gradient of the gradient is asked for, which no kernel computes."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "cuDNN attention has no double backward: it was called with create_graph=True; "
@@ -249,6 +247,45 @@ def backward(
     if grad_bias is not None and bias is not None:
         grad_bias = grad_bias.to(bias.dtype)
     return grad_query, grad_key, grad_value, grad_bias
+
+
+def _through_lse(
+    decision: Decision,
+    grad_output: Tensor | None,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    seed: Tensor | None,
+    offset: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients where the log-sum-exp has one too; see `lse_gradient`."""
+    assert decision.spec is not None and decision.device is not None
+    wide = dataclasses.replace(
+        decision,
+        spec=lse_gradient.widened(decision.spec),
+        backward={},
+        told=None,
+        like_inputs=False,
+    )
+    assert wide.spec is not None
+    spec = wide.backward_spec(wide.spec.output)
+    slot, reasons = dispatch.check_and_find(spec, decision.device, decision.options.workspace_limit)
+    if slot is None:
+        raise lse_gradient.no_gradient(reasons)
+    wide.backward[wide.spec.output.stride] = slot
+    dim = value.shape[-1]
+    rows, grad_rows = lse.squeeze(-1), grad_lse.squeeze(-1)
+    value, output, grad_output = lse_gradient.widen(
+        wide.spec, value, output, rows, grad_output, grad_rows
+    )
+    grad_query, grad_key, grad_value, grad_bias = backward(
+        wide, grad_output, query, key, value, bias, output, lse.contiguous(), seed, offset
+    )
+    return grad_query, grad_key, grad_value[..., :dim], grad_bias
 
 
 def _recompute(

@@ -384,6 +384,15 @@ def find_plan(
     return slot, ()
 
 
+def check_and_find(
+    spec: AttentionSpec, device: Device, workspace_limit: int | None
+) -> tuple[Slot | None, tuple[Reason, ...]]:
+    """`find_plan` of a spec that no rule speaks against, else the rules' reasons."""
+    version, unavailable = library_version()
+    reasons = (*unavailable, *checks.check(spec, device, version))
+    return (None, reasons) if reasons else find_plan(spec, device, workspace_limit)
+
+
 def not_while_captured() -> Reason:
     """The reason for a call that was never made before a capture."""
     message = "no plan is there yet, and none can be made while a CUDA graph is captured; "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -15,7 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_mha import attention, checks, config, devices, dispatch, padding, reference, runtime
+from cudnn_mha import (
+    attention,
+    checks,
+    config,
+    devices,
+    dispatch,
+    lse_gradient,
+    padding,
+    reference,
+    runtime,
+)
 from cudnn_mha.cache import Slot, plans
 from cudnn_mha.checks import ALIGNMENT, Kind, Reason
 from cudnn_mha.devices import Device
@@ -37,7 +48,7 @@ from cudnn_mha.inputs import (
 )
 from cudnn_mha.padding import zero_padding
 from cudnn_mha.plan import Plan
-from cudnn_mha.sequences import Operands, Rows, batch_offsets, bucket, ragged
+from cudnn_mha.sequences import OFFSETS, Operands, Rows, batch_offsets, bucket, ragged
 from cudnn_mha.spec import AttentionSpec, TensorSpec, layout_like
 from cudnn_mha.terms import Terms, paper_slopes
 
@@ -74,6 +85,10 @@ class Given(NamedTuple):
         return self.lengths_q is not None or self.lengths_kv is not None
 
 
+Result = tuple[Tensor, Tensor | None]
+"""Output, and log-sum-exp where it is asked for."""
+
+
 class Manner(Enum):
     """How a graph is told the lengths of its sequences."""
 
@@ -100,6 +115,9 @@ class Route:
         forward, backward: the plans; no backward where no gradient is wanted.
         packed: the tensors are ``(tokens, H, D)``.
         operands: tensors that are the same for every call of the signature.
+        told: the spec of the graph for tensors as they lie in memory.
+        wide: the route whose backward takes a gradient of the log-sum-exp, once one was wanted.
+        sinks_after: the sinks are applied to what plans give, which know none.
     """
 
     options: Options
@@ -114,6 +132,9 @@ class Route:
     backward: Slot | None = None
     packed: bool = False
     operands: Operands = field(default_factory=dict)
+    told: Callable[[AttentionSpec], AttentionSpec] | None = None
+    wide: Route | None = None
+    sinks_after: bool = False
 
 
 RAGGED_SINKS = 92600
@@ -195,26 +216,61 @@ def require_fit(
         raise TypeError(f"{name} must be {allowed}, got {tensor.dtype}; convert it")
 
 
-def attend(given: Given, options: Options, terms: Terms) -> tuple[Tensor, Tensor | None]:
+def attend(given: Given, options: Options, terms: Terms) -> Result:
     """Output, and log-sum-exp where it is asked for, of a valid call."""
     gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad
         for t in (given.query, given.key, given.value, given.mask, given.sinks)
     )
+
+    def fall_back(*reasons: Reason) -> Result:
+        return _fall_back(given, options, terms, reasons)
+
     if not dispatch.plain(*(t for t in given if t is not None)):
-        return _fall_back(given, options, terms, (dispatch.not_for_cudnn(given.query),))
-    signature = _signature(given, options, terms, gradient)
-    route = _routes.get(signature)
+        return fall_back(dispatch.not_for_cudnn(given.query))
+    return follow(
+        _routes,
+        _signature(given, options, terms, gradient),
+        lambda: describe(given, options, terms, gradient),
+        lambda route: _constant_operands(route, given),
+        lambda route: _run(route, given, gradient),
+        fall_back,
+    )
+
+
+def follow(
+    routes: dispatch.Decisions[Route],
+    signature: tuple[Any, ...],
+    describe: Callable[[], Route],
+    constant_operands: Callable[[Route], Operands],
+    run: Callable[[Route], Result],
+    fall_back: Callable[..., Result],
+) -> Result:
+    """A call's result by the route of its signature, which is decided where it is a new one.
+
+    Args:
+        routes: those that are decided.
+        signature: all that decides.
+        describe: the route, without its plans.
+        constant_operands: what its plans are told that no call of the signature changes.
+        run: the result by cuDNN.
+        fall_back: the result by PyTorch, given the reasons.
+    """
+    route = routes.get(signature)
     if route is None:
-        route = _decide(given, options, terms, gradient)
-        _routes.keep(signature, route)
+        route = describe()
+        find_plans(route)
+        if not route.reasons:
+            decided = route
+            route.operands = runtime.outside_pools(lambda: constant_operands(decided))
+        routes.keep(signature, route)
     if route.reasons:
-        return _fall_back(given, options, terms, route.reasons)
+        return fall_back(*route.reasons)
     try:
-        return _run(route, given, gradient)
+        return run(route)
     except torch.OutOfMemoryError as error:
-        reason = Reason("memory", f"not enough memory for cuDNN: {error}", Kind.UNAVAILABLE)
-        return _fall_back(given, options, terms, (reason,))
+        message = f"not enough memory for cuDNN: {error}"
+        return fall_back(Reason("memory", message, Kind.UNAVAILABLE))
 
 
 def _signature(given: Given, options: Options, terms: Terms, gradient: bool) -> tuple[Any, ...]:
@@ -229,14 +285,6 @@ def _signature(given: Given, options: Options, terms: Terms, gradient: bool) -> 
 
 
 # ----------------------------------------------------------------------------------------- decide
-
-
-def _decide(given: Given, options: Options, terms: Terms, gradient: bool) -> Route:
-    route = describe(given, options, terms, gradient)
-    find_plans(route)
-    if not route.reasons:
-        route.operands = runtime.outside_pools(lambda: _constant_operands(route, given))
-    return route
 
 
 def describe(
@@ -254,23 +302,16 @@ def describe(
         gradient: some gradient will be wanted.
         device: the GPU to decide for; None takes that of the tensors.
     """
-    route = Route(options, terms, outline(given.query, given.value, options))
-    if device is None and given.query.is_cuda:
-        device = devices.cuda(given.query.device.index)
-    route.device = device
-    reasons = dispatch.first_reasons(given.query, given.key, given.value, device)
-    if any(reason.rule in dispatch.NO_SPEC for reason in reasons):
-        route.reasons = tuple(reasons)
+    route, reasons, device = begin(given, options, terms, device)
+    if device is None:
         return route
-    assert device is not None
     inputs = prepare(given.query, given.key, given.value, given.mask, options)
     lse = gradient or options.return_lse
     spec = forward_spec(inputs, options, route.outline.scale, lse=lse)
     route.terms = terms.within(spec.seq_q, spec.seq_kv, lengths=given.has_lengths)
     spec = route.terms.applied(spec, slopes=given.slopes is not None)
-    spec = dataclasses.replace(spec, sinks=given.sinks is not None)
-    version, found = dispatch.library_version()
-    reasons += found
+    spec = with_sinks(route, spec, given, gradient)
+    version, _ = dispatch.library_version()
     route.manner = _manner(spec, given, gradient, device, version)
     if route.manner is Manner.CLEANED:
         copies = {n: layout_like(t.shape, t) for n, t in spec.tensors.items() if n in _COPIED}
@@ -290,9 +331,40 @@ def describe(
                 grad_sinks=sinks_gradient,
             )
         )
-    route.spec = wanted[-1]
-    settle(route, [_told(s, route.manner, device) for s in wanted], reasons, version)
+    manner, gpu = route.manner, device
+    settle(route, wanted, lambda spec: _told(spec, manner, gpu), reasons)
     return route
+
+
+def begin(
+    given: Given, options: Options, terms: Terms, device: Device | None
+) -> tuple[Route, list[Reason], Device | None]:
+    """A route without its spec, the reasons against it so far, and the GPU.
+
+    None for the GPU where no spec can be made of the call; the reasons are the route's then.
+    """
+    route = Route(options, terms, outline(given.query, given.value, options))
+    if device is None and given.query.is_cuda:
+        device = devices.cuda(given.query.device.index)
+    route.device = device
+    reasons = dispatch.first_reasons(given.query, given.key, given.value, device)
+    if any(reason.rule in dispatch.NO_SPEC for reason in reasons):
+        route.reasons = tuple(reasons)
+        return route, reasons, None
+    return route, reasons, device
+
+
+def with_sinks(route: Route, spec: AttentionSpec, given: Given, gradient: bool) -> AttentionSpec:
+    """The forward spec with the call's sinks, or the route told to apply them afterwards.
+
+    The kernels for one query, the only fast ones for it, know no sinks.
+    """
+    if given.sinks is None:
+        return spec
+    route.sinks_after = spec.seq_q == 1 and not gradient
+    if route.sinks_after:
+        return dataclasses.replace(spec, lse=True)
+    return dataclasses.replace(spec, sinks=True)
 
 
 def _manner(
@@ -327,12 +399,28 @@ def _told(spec: AttentionSpec, manner: Manner, device: Device) -> AttentionSpec:
     return checks.remedied(spec, device)
 
 
-def settle(route: Route, graphs: list[AttentionSpec], reasons: list[Reason], version: int) -> None:
-    """Sets a route's graphs, and every reason against them that shows without cuDNN."""
+def settle(
+    route: Route,
+    wanted: list[AttentionSpec],
+    told: Callable[[AttentionSpec], AttentionSpec],
+    reasons: list[Reason],
+) -> None:
+    """Sets a route's graphs, and every reason against them that shows without cuDNN.
+
+    Args:
+        route: which.
+        wanted: the forward, and the backward where there is one, of tensors as they lie in memory.
+        told: gives the spec of the graph for one of these.
+        reasons: what speaks against the call already.
+    """
     assert route.device is not None
-    route.graphs = tuple(graphs)
-    found = [reason for spec in graphs for reason in checks.check(spec, route.device, version)]
-    route.reasons = dispatch.distinct([*reasons, *found])
+    version, unavailable = dispatch.library_version()
+    route.spec, route.told = wanted[-1], told
+    route.graphs = tuple(map(told, wanted))
+    found = [
+        reason for spec in route.graphs for reason in checks.check(spec, route.device, version)
+    ]
+    route.reasons = dispatch.distinct([*reasons, *unavailable, *found])
 
 
 def find_plans(route: Route) -> None:
@@ -378,7 +466,10 @@ def _constant_operands(route: Route, given: Given) -> Operands:
 def _run(route: Route, given: Given, gradient: bool) -> tuple[Tensor, Tensor | None]:
     assert route.spec is not None and route.forward is not None
     spec = route.spec
-    inputs = prepare(given.query, given.key, given.value, given.mask, route.options)
+    sinks = None if given.sinks is None else given.sinks.float().contiguous()
+    # Softmax with a sink is not invariant to what is subtracted from the keys' scores alone.
+    shifted = sinks is None or route.sinks_after
+    inputs = prepare(*given[:4], route.options, shifted=shifted)
     operands, hidden_q, hidden_kv = _lengths(route, given)
     query, key, value, bias, shift = inputs
     if hidden_q is not None and hidden_kv is not None:
@@ -388,7 +479,6 @@ def _run(route: Route, given: Given, gradient: bool) -> tuple[Tensor, Tensor | N
         operands[Uid.SLOPES] = given.slopes.detach().float().contiguous()
     if route.options.dropout_p:
         operands[Uid.DROPOUT_SEED], operands[Uid.DROPOUT_OFFSET] = attention.draw(query.device)
-    sinks = None if given.sinks is None else given.sinks.float().contiguous()
     output, lse = run_plans(
         Inputs(query, key, value, bias, None), sinks, spec.output, operands, route, gradient
     )
@@ -396,13 +486,29 @@ def _run(route: Route, given: Given, gradient: bool) -> tuple[Tensor, Tensor | N
     if hidden_q is not None:
         output = output.masked_fill(hidden_q, 0)
         lse = None if lse is None else lse.masked_fill(hidden_q[..., 0], -torch.inf)
-    if lse is not None and sinks is not None and given.lengths_kv is not None:
-        lse = with_sinks_alone(lse, sinks, given.lengths_q, given.lengths_kv)
     if lse is not None and shift is not None:
         lse = lse + shift.squeeze(-1)
+    if lse is not None and sinks is not None:
+        if route.sinks_after:
+            output, lse = apply_sinks(output, lse, sinks, given.lengths_q)
+        elif given.lengths_kv is not None:
+            lse = with_sinks_alone(lse, sinks, given.lengths_q, given.lengths_kv)
     if route.outline.ndim == 3:
         output, lse = output[0], None if lse is None else lse[0]
     return output, lse if route.options.return_lse else None
+
+
+def apply_sinks(
+    output: Tensor, lse: Tensor, sinks: Tensor, lengths_q: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp ``(B, H, S)`` of one that knew of no sinks, with them."""
+    sinks = sinks[:, None]
+    share = torch.sigmoid(lse - sinks)  # what the keys keep: exp(lse) / (exp(lse) + exp(sink))
+    total = torch.logaddexp(lse, sinks)
+    if lengths_q is not None:
+        index = torch.arange(lse.shape[2], device=lse.device)
+        total = total.masked_fill((index >= lengths_q[:, None])[:, None], -torch.inf)
+    return (output * share[..., None]).to(output.dtype), total
 
 
 def with_sinks_alone(
@@ -479,12 +585,14 @@ def run_plans(
 
     Args:
         inputs: query, key, value and bias.
-        sinks: ``(Hq,)`` float32.
+        sinks: ``(Hq,)`` float32; the plans are not told of them where they are applied later.
         output: layout of the output.
         operands: what else the plans are told.
         route: whose plans.
         gradient: gradients are wanted.
     """
+    if route.sinks_after:
+        sinks = None
     if gradient:
         result: tuple[Tensor, Tensor] = _Attention.apply(
             *inputs[:4], sinks, output, operands, route
@@ -563,15 +671,73 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> Any:
-        attention.refuse_second_order(grad_lse)
-        if grad_output is None:
+        attention.refuse_second_order()
+        query, key, value, bias, sinks, output, lse, *rest = ctx.saved_tensors
+        saved = query, key, value, bias, sinks, output, lse
+        operands = dict(zip(ctx.operands, rest, strict=True))
+        if grad_lse is not None:
+            gradients = _through_lse(ctx.route, grad_output, grad_lse, *saved, operands)
+        elif grad_output is not None:
+            gradients = _backward(ctx.route, grad_output, *saved, operands)
+        else:
             return (None,) * 8
-        query, key, value, bias, sinks, output, lse, *operands = ctx.saved_tensors
-        told = dict(zip(ctx.operands, operands, strict=True))
-        gradients = _backward(
-            ctx.route, grad_output, query, key, value, bias, sinks, output, lse, told
-        )
         return (*gradients, None, None, None)
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""Those of query, key, value, bias and sinks."""
+
+
+def _through_lse(
+    route: Route,
+    grad_output: Tensor | None,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    operands: Operands,
+) -> Gradients:
+    """The gradients where the log-sum-exp has one too; see `lse_gradient`."""
+    wide = _widened(route)
+    assert wide.spec is not None
+    dim = value.shape[-1]
+    rows, grad_rows = (t.mT if route.packed else t for t in (lse, grad_lse))
+    value, output, grad_output = lse_gradient.widen(
+        wide.spec, value, output, rows, grad_output, grad_rows
+    )
+    operands = operands | _widened_offsets(route, wide, operands)
+    grad_query, grad_key, grad_value, grad_bias, grad_sinks = _backward(
+        wide, grad_output, query, key, value, bias, sinks, output, lse, operands
+    )
+    return grad_query, grad_key, grad_value[..., :dim], grad_bias, grad_sinks
+
+
+def _widened(route: Route) -> Route:
+    """The route whose backward takes a gradient of the log-sum-exp; see `lse_gradient`."""
+    if route.wide is None:
+        assert route.spec is not None and route.device is not None and route.told is not None
+        spec = lse_gradient.widened(route.spec)
+        graph, limit = route.told(spec), route.options.workspace_limit
+        slot, reasons = dispatch.check_and_find(graph, route.device, limit)
+        if slot is None:
+            raise lse_gradient.no_gradient(reasons)
+        route.wide = dataclasses.replace(route, spec=spec, graphs=(graph,), backward=slot)
+    return route.wide
+
+
+def _widened_offsets(narrow: Route, wide: Route, operands: Operands) -> Operands:
+    """Where sequences lie in the tensors that were widened."""
+    unit = 2 if narrow.packed else 0  # packed sequences lie so many tokens apart, others batches
+    found: Operands = {}
+    for uid, name in OFFSETS.items():
+        if uid in operands:
+            old, new = (getattr(r.spec, name).stride[unit] for r in (narrow, wide))
+            found[uid] = operands[uid] if old == new else operands[uid] // old * new
+    return found
 
 
 def _backward(
@@ -585,7 +751,7 @@ def _backward(
     output: Tensor,
     lse: Tensor,
     operands: Operands,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> Gradients:
     assert route.spec is not None and route.backward is not None
     spec = route.spec
     partial = route.manner is Manner.RAGGED

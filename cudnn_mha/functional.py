@@ -158,8 +158,9 @@ def cudnn_sdpa(
         enable_gqa: Hk and Hv may be divisors of Hq, and may differ: query head h uses key head
             ``h // (Hq // Hk)``.
         return_lse: also return the log-sum-exp of each row's scores, natural logarithm, float32,
-            ``(B, Hq, Sq)``; -inf for a row that masks everything. cuDNN has no gradient of it,
-            and asking for one raises; where PyTorch computes it has one, in compiled code none.
+            ``(B, Hq, Sq)``; -inf for a row that masks everything. Differentiable: cuDNN computes
+            its gradient by a backward whose value has 16 more dimensions, and raises where there
+            is none; in compiled code it has no gradient.
         deterministic: True asks for gradients that are bit-equal on every run; None follows
             ``torch.use_deterministic_algorithms``.
         workspace_limit: most bytes of scratch device memory, or a text such as ``'64MiB'``; plans

@@ -340,14 +340,28 @@ def _strides_fit(tensor: Tensor) -> bool:
     )
 
 
-def prepare(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, o: Options) -> Inputs:
-    """The tensors of a valid call, made addressable; copies only what has to be."""
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    o: Options,
+    *,
+    shifted: bool = True,
+) -> Inputs:
+    """The tensors of a valid call, made addressable; copies only what has to be.
+
+    Args:
+        query, key, value, mask: the caller's.
+        o: the caller's other arguments.
+        shifted: low rows of a float mask are shifted up; see checks.HAZARDS.
+    """
     query, key, value = four_dimensional(query, key, value, o)
     query = sign_moved(query, o.scale)
     query, key, value = (addressable_copy(pad_to_8(t)) for t in (query, key, value))
     if mask is None:
         return Inputs(query, key, value, None, None)
-    bias, shift = _bias(mask, query.shape[2], key.shape[2], query.dtype)
+    bias, shift = _bias(mask, query.shape[2], key.shape[2], query.dtype, shifted)
     return Inputs(query, key, value, bias, shift)
 
 
@@ -407,7 +421,7 @@ def addressable_copy(tensor: Tensor) -> Tensor:
 
 
 def _bias(
-    mask: Tensor, seq_q: int, seq_kv: int, dtype: torch.dtype
+    mask: Tensor, seq_q: int, seq_kv: int, dtype: torch.dtype, shifted: bool
 ) -> tuple[Tensor, Tensor | None]:
     mask = mask[(None,) * (4 - mask.dim())]
     for dim, stride in enumerate(mask.stride()):
@@ -416,9 +430,11 @@ def _bias(
     shift = None
     if mask.dtype == torch.bool:
         bias = torch.full_like(mask, -math.inf, dtype=dtype).masked_fill_(mask, 0)
-    else:
+    elif shifted:
         shift = row_shift(mask)
         bias = mask - shift
+    else:
+        bias = mask
     bias = bias.expand(-1, -1, -1, seq_kv).contiguous()
     if bias.data_ptr() % ALIGNMENT:
         bias = bias.clone()

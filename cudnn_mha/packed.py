@@ -17,14 +17,16 @@ from cudnn_mha import (
     reference_layouts,
     runtime,
 )
-from cudnn_mha.checks import ALIGNMENT, Kind, Reason
+from cudnn_mha.checks import ALIGNMENT, Reason
 from cudnn_mha.devices import Device
 from cudnn_mha.extended import (
     Given,
     Manner,
+    Result,
     Route,
     accept,
-    find_plans,
+    begin,
+    follow,
     require_fit,
     require_operands,
     run_plans,
@@ -40,7 +42,6 @@ from cudnn_mha.inputs import (
     backward_spec,
     layout_of,
     make_options,
-    outline,
     pad_to_8,
     require_alike,
     require_tensors,
@@ -181,7 +182,7 @@ def validate(given: Given, longest_q: int, longest_kv: int, options: Options) ->
 
 def _attend(
     given: Given, longest_q: int, longest_kv: int, options: Options, terms: Terms
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     assert given.starts_q is not None
     gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (*given[:3], given.sinks)
@@ -189,7 +190,7 @@ def _attend(
     longest_q, longest_kv = _longest(given, longest_q, longest_kv)
     longest = longest_q, longest_kv
 
-    def fall_back(*reasons: Reason) -> tuple[Tensor, Tensor | None]:
+    def fall_back(*reasons: Reason) -> Result:
         return _fall_back(given, *longest, options, terms, reasons)
 
     if not dispatch.plain(*(t for t in given if t is not None)):
@@ -199,18 +200,14 @@ def _attend(
     if _goes_through_padding(given, gradient, None):
         return _through_padding(given, *longest, options, terms)
     sizes = _sizes(given, *longest)
-    signature = _signature(given, sizes, options, terms, gradient)
-    route = _routes.get(signature)
-    if route is None:
-        route = _decide(given, sizes, options, terms, gradient)
-        _routes.keep(signature, route)
-    if route.reasons:
-        return fall_back(*route.reasons)
-    try:
-        return _run(route, given, *longest, gradient)
-    except torch.OutOfMemoryError as error:
-        message = f"not enough memory for cuDNN: {error}"
-        return fall_back(Reason("memory", message, Kind.UNAVAILABLE))
+    return follow(
+        _routes,
+        _signature(given, sizes, options, terms, gradient),
+        lambda: _describe(given, sizes, options, terms, gradient),
+        lambda route: _constant_operands(route, given),
+        lambda route: _run(route, given, *longest, gradient),
+        fall_back,
+    )
 
 
 def _longest(given: Given, longest_q: int, longest_kv: int) -> tuple[int, int]:
@@ -250,8 +247,9 @@ def _padded(given: Given, longest_q: int, longest_kv: int) -> tuple[Given, Tenso
     """The call on a padded batch, which of its queries are real, and where these lie."""
     assert given.starts_q is not None and given.starts_kv is not None
     sides = []
+    # The kernels for one query have neither sinks nor, beside one key, a gradient.
     for starts, lengths, longest, tensor in (
-        (given.starts_q, given.lengths_q, longest_q, given.query),
+        (given.starts_q, given.lengths_q, max(longest_q, 2), given.query),
         (given.starts_kv, given.lengths_kv, longest_kv, given.key),
     ):
         own = _own_lengths(starts, lengths, longest)
@@ -274,7 +272,7 @@ def _padded(given: Given, longest_q: int, longest_kv: int) -> tuple[Given, Tenso
 
 def _through_padding(
     given: Given, longest_q: int, longest_kv: int, options: Options, terms: Terms
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     """The call as one on a padded batch."""
     padded, real, places_q = _padded(given, longest_q, longest_kv)
     output, lse = extended.attend(padded, options, terms)
@@ -323,20 +321,6 @@ def _signature(
     return tensors, rest, sizes, options, terms, gradient, torch._C._get_cudnn_sdp_enabled()
 
 
-def _decide(
-    given: Given,
-    sizes: tuple[int, int, int, int, int],
-    options: Options,
-    terms: Terms,
-    gradient: bool,
-) -> Route:
-    route = _describe(given, sizes, options, terms, gradient)
-    find_plans(route)
-    if not route.reasons:
-        route.operands = runtime.outside_pools(lambda: _constant_operands(route, given))
-    return route
-
-
 def _describe(
     given: Given,
     sizes: tuple[int, int, int, int, int],
@@ -346,16 +330,10 @@ def _describe(
     device: Device | None = None,
 ) -> Route:
     batch, longest_q, longest_kv, tokens_q, tokens_kv = sizes
-    route = Route(options, terms, outline(given.query, given.value, options), packed=True)
-    route.manner = Manner.RAGGED
-    if device is None and given.query.is_cuda:
-        device = devices.cuda(given.query.device.index)
-    route.device = device
-    reasons = dispatch.first_reasons(given.query, given.key, given.value, device)
-    if any(reason.rule in dispatch.NO_SPEC for reason in reasons):
-        route.reasons = tuple(reasons)
+    route, reasons, device = begin(given, options, terms, device)
+    if device is None:
         return route
-    assert device is not None
+    route.packed, route.manner = True, Manner.RAGGED
     inputs = _prepare(given, options, gradient)
     query, key, value = (
         _as_batch(layout_of(t), batch, longest)
@@ -399,10 +377,7 @@ def _describe(
                 grad_sinks=given.sinks is not None and given.sinks.requires_grad,
             )
         )
-    route.spec = wanted[-1]
-    version, found = dispatch.library_version()
-    reasons += found
-    settle(route, [ragged(s, longest_q, longest_kv) for s in wanted], reasons, version)
+    settle(route, wanted, lambda spec: ragged(spec, longest_q, longest_kv), reasons)
     return route
 
 
@@ -470,9 +445,7 @@ def _constant_operands(route: Route, given: Given) -> Operands:
     return operands
 
 
-def _run(
-    route: Route, given: Given, longest_q: int, longest_kv: int, gradient: bool
-) -> tuple[Tensor, Tensor | None]:
+def _run(route: Route, given: Given, longest_q: int, longest_kv: int, gradient: bool) -> Result:
     assert route.spec is not None
     inputs = _prepare(given, route.options, gradient)
     runtime.keep_for_captures(route)
@@ -531,7 +504,7 @@ def _fall_back(
     options: Options,
     terms: Terms,
     reasons: tuple[Reason, ...],
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     """The call by plain PyTorch, if that is allowed."""
     if given.query.numel():
         accept(given, options, reasons)

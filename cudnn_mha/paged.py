@@ -8,19 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_mha import devices, dispatch, reference_layouts, runtime
+from cudnn_mha import dispatch, reference_layouts, runtime
 from cudnn_mha.checks import ALIGNMENT, Kind, Reason
 from cudnn_mha.devices import Device
 from cudnn_mha.extended import (
     Given,
     Manner,
+    Result,
     Route,
     accept,
-    find_plans,
+    apply_sinks,
+    begin,
+    follow,
     require_fit,
     run_plans,
     settle,
     slopes_of,
+    with_sinks,
     with_sinks_alone,
 )
 from cudnn_mha.graph_builder import Uid
@@ -30,7 +34,6 @@ from cudnn_mha.inputs import (
     addressable_copy,
     layout_of,
     make_options,
-    outline,
     require_alike,
     require_tensors,
     sign_moved,
@@ -171,10 +174,8 @@ def validate(given: Given, table: Tensor, options: Options) -> None:
             require_fit(name, by_head, (query.shape[1],), query, whole=False)
 
 
-def _attend(
-    given: Given, table: Tensor, options: Options, terms: Terms
-) -> tuple[Tensor, Tensor | None]:
-    def fall_back(*reasons: Reason) -> tuple[Tensor, Tensor | None]:
+def _attend(given: Given, table: Tensor, options: Options, terms: Terms) -> Result:
+    def fall_back(*reasons: Reason) -> Result:
         return _fall_back(given, table, options, terms, reasons)
 
     tensors = [t for t in (*given, table) if t is not None]
@@ -184,18 +185,14 @@ def _attend(
         return fall_back(dispatch.not_for_cudnn(given.query))
     if 0 in (*given.query.shape, *given.key.shape, *given.value.shape, *table.shape):
         return fall_back(Reason("empty", "there is nothing for cuDNN to compute"))
-    signature = _signature(given, table, options, terms)
-    route = _routes.get(signature)
-    if route is None:
-        route = _decide(given, table, options, terms)
-        _routes.keep(signature, route)
-    if route.reasons:
-        return fall_back(*route.reasons)
-    try:
-        return _run(route, given, table)
-    except torch.OutOfMemoryError as error:
-        message = f"not enough memory for cuDNN: {error}"
-        return fall_back(Reason("memory", message, Kind.UNAVAILABLE))
+    return follow(
+        _routes,
+        _signature(given, table, options, terms),
+        lambda: describe(given, table, options, terms),
+        lambda route: _constant_operands(route, given),
+        lambda route: _run(route, given, table),
+        fall_back,
+    )
 
 
 def _signature(given: Given, table: Tensor, options: Options, terms: Terms) -> tuple[Any, ...]:
@@ -215,28 +212,14 @@ def _signature(given: Given, table: Tensor, options: Options, terms: Terms) -> t
     )
 
 
-def _decide(given: Given, table: Tensor, options: Options, terms: Terms) -> Route:
-    route = describe(given, table, options, terms)
-    find_plans(route)
-    if not route.reasons:
-        route.operands = runtime.outside_pools(lambda: _constant_operands(route, given))
-    return route
-
-
 def describe(
     given: Given, table: Tensor, options: Options, terms: Terms, device: Device | None = None
 ) -> Route:
     """How a valid call would be computed, without its plans; see `extended.describe`."""
-    route = Route(options, terms, outline(given.query, given.value, options))
-    route.manner = Manner.CACHE
-    if device is None and given.query.is_cuda:
-        device = devices.cuda(given.query.device.index)
-    route.device = device
-    reasons = dispatch.first_reasons(given.query, given.key, given.value, device)
-    if any(reason.rule in dispatch.NO_SPEC for reason in reasons):
-        route.reasons = tuple(reasons)
+    route, reasons, device = begin(given, options, terms, device)
+    if device is None:
         return route
-    assert device is not None
+    route.manner = Manner.CACHE
     query = layout_of(addressable_copy(given.query))
     key, value = layout_of(given.key), layout_of(given.value)
     for name, tensor in (("key_pages", given.key), ("value_pages", given.value)):
@@ -259,10 +242,8 @@ def describe(
     terms = terms.within(spec.seq_q, spec.seq_kv, lengths=True)
     route.terms = terms
     spec = terms.applied(spec, slopes=given.slopes is not None)
-    route.spec = dataclasses.replace(spec, sinks=given.sinks is not None)
-    version, found = dispatch.library_version()
-    reasons += found
-    settle(route, [route.spec], reasons, version)
+    spec = with_sinks(route, spec, given, gradient=False)
+    settle(route, [spec], lambda spec: spec, reasons)
     return route
 
 
@@ -278,7 +259,7 @@ def _constant_operands(route: Route, given: Given) -> Operands:
     return operands
 
 
-def _run(route: Route, given: Given, table: Tensor) -> tuple[Tensor, Tensor | None]:
+def _run(route: Route, given: Given, table: Tensor) -> Result:
     assert route.spec is not None and given.lengths_kv is not None
     spec = route.spec
     query = addressable_copy(sign_moved(given.query, route.options.scale))
@@ -305,14 +286,16 @@ def _run(route: Route, given: Given, table: Tensor) -> tuple[Tensor, Tensor | No
     output = output.masked_fill(hidden, 0)
     if lse is not None:
         lse = lse.masked_fill(hidden[..., 0], -torch.inf)
-        if sinks is not None:
+        if route.sinks_after and sinks is not None:
+            output, lse = apply_sinks(output, lse, sinks, given.lengths_q)
+        elif sinks is not None:
             lse = with_sinks_alone(lse, sinks, lengths_q, lengths_kv)
-    return output, lse
+    return output, lse if route.options.return_lse else None
 
 
 def _fall_back(
     given: Given, table: Tensor, options: Options, terms: Terms, reasons: tuple[Reason, ...]
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     """The call by plain PyTorch, if that is allowed."""
     if given.query.numel():
         accept(given, options, reasons)

@@ -384,8 +384,9 @@ MANNERS: list[tuple[str, dict[str, Any], Manner]] = [
     ("h200", {"lengths_kv": SLEN, "lengths": (1, 128)}, Manner.CACHE),
     ("h200", {"lengths_kv": SLEN, "lengths": (1, 128), "gradient": True}, Manner.RAGGED),
     ("h200", {"lengths_kv": SLEN, "lengths_q": SLEN, "lengths": (1, 128)}, Manner.RAGGED),
-    ("h200", {"lengths_kv": SLEN, "sinks": HEADS, "lengths": (1, 128)}, Manner.RAGGED),
-    ("h200", {"sinks": HEADS, "lengths": (1, 128)}, Manner.RAGGED),
+    ("h200", {"lengths_kv": SLEN, "sinks": HEADS, "lengths": (1, 128)}, Manner.CACHE),
+    ("h200", {"sinks": HEADS, "lengths": (1, 128)}, Manner.FULL),
+    ("h200", {"sinks": HEADS, "lengths": (1, 128), "gradient": True}, Manner.RAGGED),
     ("h200", {"sinks": HEADS}, Manner.FULL),
     ("a100-sxm-80gb", {"lengths_kv": SLEN}, Manner.CLEANED),
     ("a100-sxm-80gb", {"lengths_kv": SLEN, "lengths": (1, 128)}, Manner.CLEANED),
@@ -456,13 +457,18 @@ def test_soft_caps_are_served_where_cudnn_has_them(
 
 
 @pytest.mark.usefixtures("proposals")
-@pytest.mark.parametrize("profile", GPUS)
-def test_a_soft_cap_beside_a_sink_of_one_query_is_decided(profile: str) -> None:
-    """Such kernels for one query know no sinks, and ragged ones are not told of columns."""
-    found = route(profile, terms=Terms(softcap=3.0), sinks=HEADS, lengths=(1, 128))
-    assert found.manner is Manner.FULL
-    assert found.forward is None
-    assert "sinks_single_query" in {reason.rule for reason in found.reasons}
+@pytest.mark.parametrize("profile", ["h200", "a100-sxm-80gb"])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_sinks_of_one_query(softcap: float, profile: str) -> None:
+    """Kernels for one query know no sinks, so these come afterwards, unless gradients do too."""
+    terms = Terms(softcap=softcap)
+    found = route(profile, terms=terms, sinks=HEADS, lengths=(1, 128))
+    assert found.reasons == () and found.sinks_after
+    assert found.spec is not None and (found.spec.sinks, found.spec.lse) == (False, True)
+    found = route(profile, terms=terms, sinks=HEADS, lengths=(1, 128), gradient=True)
+    assert not found.sinks_after
+    refused = softcap > 0 or profile != "h200"
+    assert ("sinks_single_query" in {reason.rule for reason in found.reasons}) == refused
 
 
 @pytest.mark.parametrize(
@@ -488,7 +494,7 @@ def test_cudnn_s_own_refusal_is_a_reason() -> None:
 
 def test_calls_of_no_gpu() -> None:
     tensors = [t.detach().to("meta") for t in qkv(dtype=torch.float16)]
-    found = extended._decide(Given(*tensors), Options(), Terms(1, 1), False)
+    found = extended.describe(Given(*tensors), Options(), Terms(1, 1), False)
     assert [reason.rule for reason in found.reasons] == ["device"]
     h200 = devices.described("h200")
     found = extended.describe(
@@ -627,6 +633,8 @@ def test_plans_for_one_query(
         assert_served(machine, leaves, options)
         return
     leaves.append(torch.randn(4).requires_grad_())
+    assert_right(leaves, options | {"fallback": False}, gradients=False, tolerance=6e-3)
+    assert machine.runs and not any(spec.sinks for spec in machine.runs)
     if machine.device.sm == 90 and lengths == "full":  # ragged graphs are made for more queries
         assert_served(machine, leaves, options)
         return
@@ -643,6 +651,15 @@ def test_plans_with_masks(machine: interpreter.Machine, lengths: str) -> None:
     bias = torch.randn(1, H, SQ, SKV)
     bias[:, :, 2] = -math.inf
     assert_served(machine, qkv(dtype=torch.float16), {"window": (3, 3)} | LENGTHS[lengths], bias)
+
+
+def test_a_low_mask_row_beside_a_sink_keeps_its_level(machine: interpreter.Machine) -> None:
+    """All weight goes to the sink where every key's score is far below it."""
+    for queries in (SQ, 1):
+        leaves = [*qkv((queries, SKV), dtype=torch.float16), torch.zeros(H).requires_grad_()]
+        bias = torch.zeros(1, 1, queries, SKV)
+        bias[:, :, -1] = -2e4
+        assert_right(leaves, {"fallback": False}, bias, gradients=False, tolerance=6e-3)
 
 
 def test_plans_of_one_sequence_without_a_batch(machine: interpreter.Machine) -> None:

@@ -20,6 +20,7 @@ from cudnn_mha import (
     cache_info,
     cudnn_sdpa_paged,
     cudnn_sdpa_varlen,
+    reference_layouts,
 )
 from tests.oracle import Call, Results, assert_right, failures
 from tests.test_gpu_extended import BAND, SCORES, lens, right_or_refused
@@ -197,6 +198,22 @@ def test_packed_sinks() -> None:
     assert_right(case, results=packed)
 
 
+def test_gradient_of_the_packed_log_sum_exp() -> None:
+    starts = torch.tensor([0, 100, 100, 133, 400], device="cuda", dtype=torch.int32)
+    query, key, value = randn(400, 8, 64), randn(400, 2, 64), randn(400, 2, 64)
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    output, lse = cudnn_sdpa_varlen(
+        *leaves, starts, starts, 267, 267, is_causal=True, return_lse=True, fallback=False
+    )
+    want, sums = reference_layouts.varlen(*exact, starts, starts, is_causal=True)
+    upstream = torch.randn_like(want), torch.randn_like(sums)
+    found = torch.autograd.grad((output * upstream[0]).sum() + (lse * upstream[1]).sum(), leaves)
+    wanted = torch.autograd.grad((want * upstream[0]).sum() + (sums * upstream[1]).sum(), exact)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.double() - other).norm() <= 6e-3 * other.norm()
+
+
 def test_one_plan_for_many_packed_batches() -> None:
     cache_clear()
     rng = random.Random(0)
@@ -243,6 +260,7 @@ def paged(
         return_lse=True,
         fallback=False,
         page_layout=layout,
+        sinks=case.sinks,
         **({"causal_alignment": "top_left"} | options),
     )
     return {"output": output, "lse": lse}
@@ -256,6 +274,14 @@ def test_pages(queries: int, band: str) -> None:
         for lengths in ((333, 250, 200), (17, 0, 1)):
             case.options["seq_lens_kv"] = lens(*lengths)
             assert_right(case, gradients=False, results=paged)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_pages_and_sinks(queries: int) -> None:
+    case = call((8, 2, 2), (queries, 333), (128, 128), 3, **BAND["bottom right"])
+    case.options["seq_lens_kv"] = lens(333, 0, 20)
+    case.sinks = torch.randn(8, device="cuda")
+    assert_right(case, gradients=False, results=paged)
 
 
 @pytest.mark.parametrize("size", [1, 8, 16, 64, 128])

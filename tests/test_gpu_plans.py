@@ -20,8 +20,11 @@ import cudnn_mha
 from cudnn_mha import cache, config, cudnn_sdpa, devices, recording
 from tests.oracle import assert_right
 from tests.test_gpu_values import call, call_with_gradient
+from tests.test_store import VANDAL
 
 pytestmark = pytest.mark.gpu
+
+PROCESSES = int(os.environ.get("CUDNN_MHA_PROCESSES", "8"))
 
 SCRIPT = textwrap.dedent(
     """
@@ -39,6 +42,35 @@ SCRIPT = textwrap.dedent(
         results += [output.detach().cpu(), *(g.cpu() for g in grads)]
     torch.save(results, sys.argv[1])
     print(json.dumps(cudnn_mha.cache_info()._asdict()))
+    """
+)
+
+
+HAMMER = textwrap.dedent(
+    """
+    import json, random, sys, torch, cudnn_mha
+    from cudnn_mha import cudnn_sdpa
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    draw, builds, loads = random.Random(int(sys.argv[1])), 0, 0
+    for _ in range(4):
+        for length in draw.sample(range(64, 640, 48), 5):
+            leaves = [
+                torch.randn(1, 2, length, 64, device="cuda", dtype=torch.float16).requires_grad_()
+                for _ in range(3)
+            ]
+            exact = [t.detach().double().requires_grad_() for t in leaves]
+            got = cudnn_sdpa(*leaves, fallback=False)
+            with sdpa_kernel(SDPBackend.MATH):
+                want = torch.nn.functional.scaled_dot_product_attention(*exact)
+            upstream = torch.randn_like(got)
+            found = [got, *torch.autograd.grad(got, leaves, upstream)]
+            wanted = [want, *torch.autograd.grad(want, exact, upstream.double())]
+            for a, b in zip(found, wanted):
+                assert (a.double() - b).norm() < 3e-3 * b.norm(), length
+        info = cudnn_mha.cache_info()
+        builds, loads = builds + info.builds, loads + info.loads
+        cudnn_mha.cache_clear()
+    print(json.dumps([builds, loads]))
     """
 )
 
@@ -130,6 +162,42 @@ def test_warmup_makes_calls_ready(tmp_path: Path, settings: pytest.MonkeyPatch) 
     assert_right(case)
     assert cudnn_mha.cache_info().builds == builds
     assert cache.plans.cache_info().misses > 0
+
+
+def test_many_processes_share_a_folder_that_is_vandalized(tmp_path: Path) -> None:
+    """Right values from plans that are evicted, torn, swapped and removed all the while."""
+    folder = tmp_path / "plans"
+    environment = {
+        **os.environ,
+        config.CACHE_DIR: str(folder),
+        config.CACHE_BYTES: "1MiB",
+        config.LENGTHS: "exact",
+        "OMP_NUM_THREADS": "1",
+    }
+    folder.mkdir(mode=0o700)
+    vandal = subprocess.Popen([sys.executable, "-c", VANDAL, folder], stdout=subprocess.DEVNULL)
+    try:
+        users = [
+            subprocess.Popen(
+                [sys.executable, "-c", HAMMER, str(seed)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for seed in range(PROCESSES)
+        ]
+        builds = loads = 0
+        for user in users:
+            out, err = user.communicate(timeout=300)
+            assert user.returncode == 0, err
+            counts = json.loads(out)
+            builds, loads = builds + counts[0], loads + counts[1]
+        assert vandal.poll() is None
+    finally:
+        vandal.kill()
+    print(f"{PROCESSES} processes: {builds} builds, {loads} loads")
+    assert builds and loads
 
 
 def test_autotuned_plans_are_right_and_kept(

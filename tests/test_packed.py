@@ -373,6 +373,13 @@ def test_sizes_that_plans_are_made_for() -> None:
     assert packed._sizes(given, 100, 300) == (8, 128, 512, bucket_of_tokens(6), 128)
 
 
+def test_single_queries_beside_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for one query have no sinks: the padded batch has rows for more."""
+    machine = interpreter.install(monkeypatch, extended, packed)
+    Packed((1, 0, 1, 1), sinks=True, dtype=torch.float16).assert_right(6e-3, fallback=False)
+    assert [spec.seq_q for spec in machine.runs if spec.backward] == [2]
+
+
 @pytest.mark.parametrize("tail", [0, 2])
 def test_through_padding(monkeypatch: pytest.MonkeyPatch, tail: int) -> None:
     """Values of the padded call come back to where their tokens are."""

@@ -567,12 +567,12 @@ def test_many_processes_share_a_folder_that_is_vandalized(tmp_path: Path) -> Non
     try:
         users = [
             subprocess.Popen(
-                [sys.executable, "-c", USER, str(seed), folder, "400"],
+                [sys.executable, "-c", USER, str(seed), folder, "100"],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for seed in range(16)
+            for seed in range(64)
         ]
         loaded = saved = 0
         for user in users:
