@@ -23,7 +23,6 @@ from cudnn_mha import (
     devices,
     dispatch,
     lse_gradient,
-    padding,
     reference,
     runtime,
 )
@@ -46,9 +45,9 @@ from cudnn_mha.inputs import (
     require_tensors,
     validate,
 )
-from cudnn_mha.padding import zero_padding
+from cudnn_mha.padding import zero_gaps, zero_padding
 from cudnn_mha.plan import Plan
-from cudnn_mha.sequences import OFFSETS, Operands, Rows, batch_offsets, bucket, ragged
+from cudnn_mha.sequences import OFFSETS, Operands, batch_offsets, bucket, ragged
 from cudnn_mha.spec import AttentionSpec, TensorSpec, layout_like
 from cudnn_mha.terms import Terms, paper_slopes
 
@@ -554,19 +553,6 @@ def _lengths(route: Route, given: Given) -> tuple[Operands, Tensor | None, Tenso
     return operands, hidden[0], hidden[1]
 
 
-def _written_rows(spec: AttentionSpec, lengths_q: Tensor, lengths_kv: Tensor) -> dict[Rows, Tensor]:
-    """Which rows a ragged kernel writes: it skips sequences without queries or without keys."""
-    found = {}
-    both = (lengths_q > 0) & (lengths_kv > 0)
-    for side, lengths, size in (
-        (Rows.QUERY, lengths_q, spec.seq_q),
-        (Rows.KEY, lengths_kv, spec.seq_kv),
-    ):
-        index = torch.arange(size, dtype=torch.int32, device=lengths.device)
-        found[side] = index < (lengths * both)[:, None]
-    return found
-
-
 def _cleaned(tensor: Tensor, layout: TensorSpec, hidden: Tensor) -> Tensor:
     """A dense copy with zeros where it is padding."""
     copy = tensor.new_empty_strided(layout.shape, layout.stride)
@@ -621,7 +607,7 @@ def _forward(
     partial = route.manner is Manner.RAGGED
     output = query.new_empty_strided(layout.shape, layout.stride)
     if partial:
-        output.zero_()
+        _zero_rest(output, Uid.OUTPUT, route, operands)
     tensors: Operands = {Uid.QUERY: query, Uid.KEY: key, Uid.VALUE: value, Uid.OUTPUT: output}
     if bias is not None:
         tensors[Uid.BIAS] = bias
@@ -633,6 +619,16 @@ def _forward(
         tensors[Uid.LSE] = lse
     _execute(route.forward, operands | tensors)
     return output, lse
+
+
+def _zero_rest(tensor: Tensor, uid: Uid, route: Route, operands: Operands) -> None:
+    """Zeros in the rows of an output that a ragged kernel does not write."""
+    lengths = operands[Uid.SEQ_LEN_Q], operands[Uid.SEQ_LEN_KV]
+    own, other = lengths if uid in (Uid.OUTPUT, Uid.GRAD_QUERY) else lengths[::-1]
+    if route.packed:
+        zero_gaps(tensor, operands[Uid[f"OFFSET_{uid.name}"]], own, other)
+    else:
+        zero_padding(tensor, own, other)
 
 
 def _empty_lse(output: Tensor, *, by_token: bool) -> Tensor:
@@ -768,20 +764,15 @@ def _backward(
         Uid.LSE: lse,
         Uid.GRAD_OUTPUT: grad_output,
     }
-    written = {}
-    if partial and not route.packed and query.nbytes >= padding.LARGE:
-        written = _written_rows(spec, operands[Uid.SEQ_LEN_Q], operands[Uid.SEQ_LEN_KV])
     layouts = (spec.grad_query, spec.grad_key, spec.grad_value)
     uids = (Uid.GRAD_QUERY, Uid.GRAD_KEY, Uid.GRAD_VALUE)
-    sides = (Rows.QUERY, Rows.KEY, Rows.KEY)
-    inputs = (query, key, value)
-    for uid, layout, tensor, side in zip(uids, layouts, inputs, sides, strict=True):
+    for uid, layout, tensor in zip(uids, layouts, (query, key, value), strict=True):
         if route.packed:
             tensors[uid] = tensor.new_empty(tensor.shape)
         else:
             tensors[uid] = _gradient(layout, query)
         if partial:
-            zero_padding(tensors[uid], written.get(side))
+            _zero_rest(tensors[uid], uid, route, operands)
     if bias is not None:
         tensors[Uid.BIAS] = bias
     if spec.grad_bias is not None:

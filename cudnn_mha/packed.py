@@ -367,8 +367,7 @@ def _describe(
                 ("value", inputs.value, tokens_kv, longest_kv),
             )
         }
-        if not (spec.dim_qk % 16 or spec.dim_v % 16):
-            # Without the bound the workspace is that of a padded batch.
+        if _bounded(spec):
             changes |= {"tokens_q": tokens_q, "tokens_kv": tokens_kv}
         wanted.append(
             dataclasses.replace(
@@ -379,6 +378,14 @@ def _describe(
         )
     settle(route, wanted, lambda spec: ragged(spec, longest_q, longest_kv), reasons)
     return route
+
+
+def _bounded(spec: AttentionSpec) -> bool:
+    """Whether a backward is told how many tokens there are at most.
+
+    Without that bound its workspace is that of a padded batch.
+    """
+    return not (spec.dim_qk % 16 or spec.dim_v % 16)
 
 
 def _as_batch(layout: TensorSpec, batch: int, longest: int) -> TensorSpec:

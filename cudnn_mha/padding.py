@@ -1,43 +1,77 @@
-"""Zeros for the rows of padding, which ragged kernels leave as they were."""
+"""Zeros for the rows that belong to no sequence, which ragged kernels leave as they were.
+
+Kernels also leave out sequences without queries or without keys.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 LARGE = 2**24
-"""Bytes from which on it is cheaper to look for the padding than to write zeros everywhere."""
+"""Bytes from which on it is cheaper to look for such rows than to write zeros everywhere."""
 
 ROWS = 32
 
 
-def zero_padding(tensor: Tensor, real: Tensor | None) -> Tensor:
-    """An uninitialized tensor with zeros where no kernel will write.
+def zero_padding(tensor: Tensor, own: Tensor, other: Tensor) -> Tensor:
+    """An uninitialized tensor with zeros behind the ends of its sequences.
 
     Args:
         tensor: ``(B, H, S, D)``; the stride of D is 1.
-        real: ``(B, S)`` bool, the rows that a kernel writes; None if unknown.
+        own: ``(B,)`` int32, the lengths of the sequences.
+        other: likewise on the side that is attended to, or attends.
     """
-    kernel = None if real is None or tensor.nbytes < LARGE else _kernel()
-    if kernel is None or real is None:
+    kernels = _kernels() if tensor.is_cuda and tensor.nbytes >= LARGE else None
+    if kernels is None:
         return tensor.zero_()
     batch, heads, seq, dim = tensor.shape
     width = 1 << (dim - 1).bit_length()
     with torch.cuda.device(tensor.device):
-        kernel[(-(-seq // ROWS), heads, batch)](
-            tensor, real, seq, dim, *tensor.stride()[:3], real.stride(0), ROWS=ROWS, DIM=width
+        kernels.zero_padding[(-(-seq // ROWS), heads, batch)](
+            tensor, own, other, seq, dim, *tensor.stride()[:3], ROWS=ROWS, DIM=width
+        )
+    return tensor
+
+
+def zero_gaps(tensor: Tensor, offsets: Tensor, own: Tensor, other: Tensor) -> Tensor:
+    """An uninitialized packed tensor with zeros between, before and behind its sequences.
+
+    Args:
+        tensor: ``(tokens, H, D)``, contiguous.
+        offsets: ``(B + 1,)`` int64, where sequences start, in elements; they ascend.
+        own, other: as for `zero_padding`.
+    """
+    kernels = _kernels() if tensor.is_cuda and tensor.nbytes >= LARGE else None
+    if kernels is None:
+        return tensor.zero_()
+    tokens, heads, dim = tensor.shape
+    size = heads * dim
+    count = own.shape[0]
+    with torch.cuda.device(tensor.device):
+        kernels.zero_gaps[(-(-tokens // ROWS),)](
+            tensor,
+            offsets,
+            own,
+            other,
+            count,
+            tokens,
+            size,
+            STEPS=count.bit_length(),
+            ROWS=ROWS,
+            COLUMNS=min(1 << (size - 1).bit_length(), 256),
         )
     return tensor
 
 
 @functools.cache
-def _kernel() -> Any:
-    """The kernel that looks for padding, or None where PyTorch comes without Triton."""
+def _kernels() -> ModuleType | None:
+    """The kernels that look for such rows, or None where PyTorch comes without Triton."""
     try:
-        return importlib.import_module("cudnn_mha.padding_kernel").zero_rows
+        return importlib.import_module("cudnn_mha.padding_kernel")
     except ImportError:
         return None

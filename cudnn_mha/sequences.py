@@ -8,21 +8,12 @@ reads or writes anything beyond a sequence's end: padding may hold NaN.
 from __future__ import annotations
 
 import dataclasses
-from enum import Enum
 
 import torch
 from torch import Tensor
 
 from cudnn_mha.graph_builder import Uid
 from cudnn_mha.spec import AttentionSpec, TensorSpec
-
-
-class Rows(Enum):
-    """The two sides of a batch."""
-
-    QUERY = "query"
-    KEY = "key"
-
 
 Operands = dict[Uid, Tensor]
 """What plans are told besides query, key and value."""

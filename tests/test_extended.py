@@ -30,7 +30,6 @@ from cudnn_mha.checks import Reason
 from cudnn_mha.extended import Given, Manner, Route
 from cudnn_mha.graph_builder import Uid
 from cudnn_mha.inputs import Options, Outline
-from cudnn_mha.sequences import Rows
 from cudnn_mha.spec import AttentionSpec
 from cudnn_mha.terms import Terms, make_terms
 from tests import interpreter
@@ -525,18 +524,6 @@ def test_padding_to_any_length_of_a_bucket_has_one_plan() -> None:
 
 
 # ------------------------------------------------------------------------- what plans are told
-
-
-def test_rows_that_ragged_kernels_write() -> None:
-    spec = attention(batch=4, lengths=(3, 4))
-    rows = extended._written_rows(spec, lens(3, 1, 0, 2), lens(4, 2, 3, 0))
-    assert rows[Rows.QUERY].tolist() == [[True] * 3, [True, False, False], [False] * 3, [False] * 3]
-    assert rows[Rows.KEY].tolist() == [
-        [True] * 4,
-        [True, True, False, False],
-        [False] * 4,
-        [False] * 4,
-    ]
 
 
 def told(manner: Manner, **given: Any) -> Any:

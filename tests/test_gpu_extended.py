@@ -266,7 +266,7 @@ def test_gradient_of_the_log_sum_exp(name: str, both: bool, dims: tuple[int, int
         loss = (output * upstream[0]).sum() + (sums.where(real, 0.0) * upstream[1]).sum()
         pairs.append(torch.autograd.grad(loss, leaves))
     for one, other in zip(*pairs, strict=True):
-        assert (one.double() - other).norm() <= 6e-3 * other.norm() + 1e-3
+        assert (one.double() - other).norm() <= 1e-2 * other.norm() + 1e-3
 
 
 def test_keys_in_pieces_are_the_whole() -> None:

@@ -196,6 +196,7 @@ def test_many_processes_share_a_folder_that_is_vandalized(tmp_path: Path) -> Non
         assert vandal.poll() is None
     finally:
         vandal.kill()
+        vandal.wait()
     print(f"{PROCESSES} processes: {builds} builds, {loads} loads")
     assert builds and loads
 

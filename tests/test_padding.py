@@ -1,37 +1,86 @@
-"""Zeros where no kernel writes, on the CPU."""
+"""Zeros where no kernel writes."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from cudnn_mha import padding
-from cudnn_mha.padding import zero_padding
+from cudnn_mha.padding import zero_gaps, zero_padding
 
 
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("large", [False, True])
-def test_without_the_kernel_everything_is_zero(
-    monkeypatch: pytest.MonkeyPatch, large: bool, known: bool
-) -> None:
+def lens(*values: int, device: str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def test_without_the_kernels_everything_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views of a larger buffer leave the rest of it alone."""
-    monkeypatch.setattr(padding, "LARGE", 1 if large else 2**24)
-    monkeypatch.setattr(padding, "_kernel", lambda: None)
+    monkeypatch.setattr(padding, "LARGE", 1)
+    monkeypatch.setattr(padding, "_kernels", lambda: None)
     buffer = torch.full((2, 5, 3, 8), torch.nan)
     tensor = buffer[:, :4].transpose(1, 2)
-    real = torch.ones(2, 4, dtype=torch.bool) if known else None
-    found = zero_padding(tensor, real)
-    assert found is tensor
+    assert zero_padding(tensor, lens(4, 1), lens(4, 4)) is tensor
     assert (tensor == 0).all()
     assert buffer[:, 4].isnan().all()
+    packed = torch.full((9, 2, 8), torch.nan)
+    assert (zero_gaps(packed, torch.tensor([0, 64]), lens(4), lens(4)) == 0).all()
 
 
-def test_the_kernel_is_left_out_where_it_would_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel() -> None:
-        raise AssertionError("nobody asks for it")
+def test_the_kernels_are_left_out_where_they_would_cost_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kernels() -> None:
+        raise AssertionError("nobody asks for them")
 
-    monkeypatch.setattr(padding, "_kernel", kernel)
-    real = torch.zeros(1, 2, dtype=torch.bool)
-    assert (zero_padding(torch.ones(1, 1, 2, 4), real) == 0).all()
+    monkeypatch.setattr(padding, "_kernels", kernels)
+    assert (zero_padding(torch.ones(1, 1, 2, 4), lens(0), lens(0)) == 0).all()
+    assert (zero_gaps(torch.ones(2, 1, 4), torch.tensor([0, 8]), lens(0), lens(0)) == 0).all()
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("triton", reason="PyTorch comes without Triton here")
     monkeypatch.setattr(padding, "LARGE", 1)
-    assert (zero_padding(torch.ones(1, 1, 2, 4), None) == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("dim", [8, 40, 128, 256])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=str)
+def test_rows_behind_the_end(order: tuple[int, ...], dim: int) -> None:
+    shape = [(4, 3, 77, dim)[d] for d in order]
+    tensor = torch.ones(shape, device="cuda", dtype=torch.bfloat16).permute(order)
+    lengths = (77, 1, 33, 0), (9, 9, 0, 9)
+    zero_padding(tensor, *(lens(*n, device="cuda") for n in lengths))
+    written = [n if keys else 0 for n, keys in zip(*lengths, strict=True)]
+    for own, count in zip(tensor, written, strict=True):
+        assert (own[:, :count] == 1).all() and (own[:, count:] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("heads", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("starts", "own", "other"),
+    [
+        ((0, 5, 5, 60, 100), (5, 0, 40, 40), (1, 1, 1, 1)),
+        ((3, 50, 90), (47, 30), (1, 0)),
+        ((0, 130, 130, 130), (129, 0, 0), (7, 0, 0)),
+        ((0, 0, 0, 40), (0, 0, 40), (3, 3, 3)),
+        ((20, 20), (0,), (0,)),
+    ],
+)
+def test_rows_of_no_sequence(
+    starts: tuple[int, ...], own: tuple[int, ...], other: tuple[int, ...], heads: int
+) -> None:
+    tensor = torch.ones(130, heads, 40, device="cuda", dtype=torch.float16)
+    offsets = torch.tensor(starts, device="cuda") * heads * 40
+    zero_gaps(tensor, offsets, lens(*own, device="cuda"), lens(*other, device="cuda"))
+    real = torch.zeros(130, dtype=torch.bool, device="cuda")
+    for start, count, keys in zip(starts, own, other, strict=False):
+        if keys:
+            real[start : start + count] = True
+    assert (tensor[real] == 1).all() and (tensor[~real] == 0).all()
