@@ -92,7 +92,8 @@ def cudnn_sdpa_varlen(
             projection will do.
         key: ``(Tkv, Hk, Dqk)``; Hk divides Hq, as for `cudnn_sdpa` with ``enable_gqa``.
         value: ``(Tkv, Hv, Dv)``.
-        cu_seqlens_q, cu_seqlens_kv: ``(B + 1,)`` int32 or int64 on the device.
+        cu_seqlens_q, cu_seqlens_kv: ``(B + 1,)`` int32 or int64 on the device, ascending from 0
+            or more up to Tq and Tkv at most. That is not checked, which would wait for the device.
         max_seqlen_q, max_seqlen_kv: at least the longest sequence; what a sequence is longer is
             ignored.
         seq_lens_q, seq_lens_kv: ``(B,)`` integers: only so many first tokens of each slot belong

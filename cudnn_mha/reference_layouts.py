@@ -182,7 +182,7 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
         else in float32, which is also the dtype of all arithmetic.
 
     Raises:
-        ValueError: for numbers or shapes that do not fit together.
+        ValueError, TypeError: for what are no tensors, or do not fit together.
     """
     _check_parts(outputs, lses)
     wide = any(t.dtype == torch.float64 for t in (*outputs, *lses))
@@ -288,6 +288,9 @@ def _check_lengths(name: str, lens: Tensor, batch: int) -> None:
 
 
 def _check_parts(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+    for name, tensors in (("outputs", outputs), ("lses", lses)):
+        if isinstance(tensors, Tensor) or not all(isinstance(t, Tensor) for t in tensors):
+            raise TypeError(f"`{name}` must be a list of tensors, one for each part.")
     if not outputs or len(outputs) != len(lses):
         raise ValueError(
             f"`lses` must be one per output, and at least one, got {len(lses)} for "

@@ -389,6 +389,14 @@ def test_parts_that_do_not_fit_are_named(outs: list[Tensor], lses: list[Tensor],
         merge(outs, lses)
 
 
+def test_parts_that_are_no_tensors_are_named() -> None:
+    output, lse = normal(2, 3, 2), normal(2, 3)
+    with pytest.raises(TypeError, match="`outputs` must be a list of tensors"):
+        merge(output, lse)
+    with pytest.raises(TypeError, match="`lses` must be a list of tensors"):
+        merge([output], [None])
+
+
 def test_padded_parts_merge_to_padding() -> None:
     """Lengths of the whole say those of the parts, as a sharded cache has them."""
     q, k, v = inputs(skv=8)
