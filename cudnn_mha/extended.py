@@ -227,46 +227,52 @@ def attend(given: Given, options: Options, terms: Terms) -> Result:
 
     if not dispatch.plain(*(t for t in given if t is not None)):
         return fall_back(dispatch.not_for_cudnn(given.query))
-    return follow(
+    route = decided(
         _routes,
         _signature(given, options, terms, gradient),
         lambda: describe(given, options, terms, gradient),
         lambda route: _constant_operands(route, given),
-        lambda route: _run(route, given, gradient),
-        fall_back,
     )
+    return follow(route, lambda: _run(route, given, gradient), fall_back)
 
 
-def follow(
+def decided(
     routes: dispatch.Decisions[Route],
     signature: tuple[Any, ...],
     describe: Callable[[], Route],
     constant_operands: Callable[[Route], Operands],
-    run: Callable[[Route], Result],
-    fall_back: Callable[..., Result],
-) -> Result:
-    """A call's result by the route of its signature, which is decided where it is a new one.
+) -> Route:
+    """The route of a call's signature, with its plans; decided where the signature is a new one.
 
     Args:
         routes: those that are decided.
         signature: all that decides.
         describe: the route, without its plans.
         constant_operands: what its plans are told that no call of the signature changes.
+    """
+    route = routes.get(signature)
+    if route is not None:
+        return route
+    route = describe()
+    find_plans(route)
+    if not route.reasons:
+        route.operands = runtime.outside_pools(lambda: constant_operands(route))
+    routes.keep(signature, route)
+    return route
+
+
+def follow(route: Route, run: Callable[[], Result], fall_back: Callable[..., Result]) -> Result:
+    """A call's result by its route.
+
+    Args:
+        route: that of the call.
         run: the result by cuDNN.
         fall_back: the result by PyTorch, given the reasons.
     """
-    route = routes.get(signature)
-    if route is None:
-        route = describe()
-        find_plans(route)
-        if not route.reasons:
-            decided = route
-            route.operands = runtime.outside_pools(lambda: constant_operands(decided))
-        routes.keep(signature, route)
     if route.reasons:
         return fall_back(*route.reasons)
     try:
-        return run(route)
+        return run()
     except torch.OutOfMemoryError as error:
         message = f"not enough memory for cuDNN: {error}"
         return fall_back(Reason("memory", message, Kind.UNAVAILABLE))

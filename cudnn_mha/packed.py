@@ -26,6 +26,7 @@ from cudnn_mha.extended import (
     Route,
     accept,
     begin,
+    decided,
     follow,
     require_fit,
     require_operands,
@@ -201,14 +202,13 @@ def _attend(
     if _goes_through_padding(given, gradient, None):
         return _through_padding(given, *longest, options, terms)
     sizes = _sizes(given, *longest)
-    return follow(
+    route = decided(
         _routes,
         _signature(given, sizes, options, terms, gradient),
         lambda: _describe(given, sizes, options, terms, gradient),
         lambda route: _constant_operands(route, given),
-        lambda route: _run(route, given, *longest, gradient),
-        fall_back,
     )
+    return follow(route, lambda: _run(route, given, *longest, gradient), fall_back)
 
 
 def _longest(given: Given, longest_q: int, longest_kv: int) -> tuple[int, int]:

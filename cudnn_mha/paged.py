@@ -19,6 +19,7 @@ from cudnn_mha.extended import (
     accept,
     apply_sinks,
     begin,
+    decided,
     follow,
     require_fit,
     run_plans,
@@ -185,14 +186,13 @@ def _attend(given: Given, table: Tensor, options: Options, terms: Terms) -> Resu
         return fall_back(dispatch.not_for_cudnn(given.query))
     if 0 in (*given.query.shape, *given.key.shape, *given.value.shape, *table.shape):
         return fall_back(Reason("empty", "there is nothing for cuDNN to compute"))
-    return follow(
+    route = decided(
         _routes,
         _signature(given, table, options, terms),
         lambda: describe(given, table, options, terms),
         lambda route: _constant_operands(route, given),
-        lambda route: _run(route, given, table),
-        fall_back,
     )
+    return follow(route, lambda: _run(route, given, table), fall_back)
 
 
 def _signature(given: Given, table: Tensor, options: Options, terms: Terms) -> tuple[Any, ...]:

@@ -394,7 +394,7 @@ def test_parts_that_are_no_tensors_are_named() -> None:
     with pytest.raises(TypeError, match="`outputs` must be a list of tensors"):
         merge(output, lse)
     with pytest.raises(TypeError, match="`lses` must be a list of tensors"):
-        merge([output], [None])
+        merge([output], [3.0])  # type: ignore[list-item]
 
 
 def test_padded_parts_merge_to_padding() -> None:
