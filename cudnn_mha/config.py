@@ -1,7 +1,7 @@
 """Every environment variable of the package, read in one place.
 
 A variable is read when the package first needs it and kept: changing the environment of a running
-process has no effect until `reload()`.
+process has no effect until `reload()`. ``python -m cudnn_mha.config`` prints their table.
 """
 
 from __future__ import annotations
@@ -36,40 +36,34 @@ LENGTH_MODES = ("auto", "exact", "bucketed")
 BUILD_MODES = ("now", "background", "never")
 
 VARIABLES = {
-    ENABLED: (
-        "1 serves PyTorch's own cuDNN attention from this package's plans, from `import torch` on, "
-        "and makes cuDNN the preferred backend; 0 or unset does not."
-    ),
-    DISABLED: "1 keeps cuDNN out of every call; 0 or unset does not. Wins over everything else.",
+    ENABLED: "`1` serves PyTorch's own cuDNN attention, from `import torch` on",
+    DISABLED: "`1` keeps cuDNN out of every call and wins over everything else",
     WORKSPACE_LIMIT: (
-        "Most device memory that one call may use as workspace: bytes, or a number with a unit "
-        "such as 64MiB. Plans that need more are not used. Unset: no limit."
+        "most device memory that one call may use as workspace: bytes, or text such as `64MiB`; "
+        "plans that need more are not used (default: no limit)"
     ),
-    CACHE_SIZE: "How many compiled plans are kept in memory (default 1024).",
+    CACHE_SIZE: "how many compiled plans are kept in memory (default `1024`)",
     CACHE_DIR: (
-        "Folder in which compiled plans outlive the process; off keeps none. Default: cudnn_mha in "
-        "the user's cache folder."
+        "folder of the plans on disk, or `off` (default: `cudnn_mha` in the user's cache folder)"
     ),
-    CACHE_BYTES: "Most bytes in that folder (default 1GiB); least recently used plans go first.",
-    PLANS: "Folders of plans compiled ahead of time, separated as in PATH; they are only read.",
+    CACHE_BYTES: "most bytes in it (default `1GiB`); least recently used plans go first",
+    PLANS: "folders of plans compiled ahead of time, separated as in `PATH`; they are only read",
     RECORD: (
-        "File to which every distinct call is written, one line of JSON each; for a folder, a "
-        "file of its own for each process."
-    ),
-    BUILD: (
-        "When a plan that is not there yet is compiled: now (default), background (PyTorch "
-        "computes until it is there) or never."
+        "file to which every distinct call is written, a line of JSON each; in a folder, each "
+        "process writes a file of its own"
     ),
     LENGTHS: (
-        "What lengths plans are made for: exact, for every length its own; bucketed, one plan for "
-        "all lengths up to the next power of two, where that is exact; auto (default), bucketed "
-        "once a few lengths of otherwise equal calls were met."
+        "lengths that plans are made for: `exact`, each its own; `bucketed`, one plan for all up "
+        "to the next power of two, where that is exact; `auto` (default), that once a few lengths "
+        "were met"
     ),
-    AUTOTUNE: (
-        "1 times all of cuDNN's plans for a call the first time and keeps the fastest, in the "
-        "folder too; 0 or unset takes the first."
+    AUTOTUNE: "`1` times all of cuDNN's plans for a call and keeps the fastest, on disk too",
+    BUILD: (
+        "when a plan that is not there is compiled: `now` (default), `background` (PyTorch "
+        "computes until it is there), `never`"
     ),
 }
+"""What each variable means, in Markdown. The README's table is `table` of it."""
 
 # Read by cuDNN's frontend while it expands a graph, so a plan depends on it.
 DP_WORKSPACE_LIMIT = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"
@@ -121,6 +115,13 @@ def settings() -> Settings:
         autotune=_flag(AUTOTUNE),
     )
     return current
+
+
+def table() -> str:
+    """Every variable and its meaning in Markdown; the table in the README is this one."""
+    rows = [("variable", "meaning"), ("---", "---")]
+    rows += [(f"`{name}`", meaning) for name, meaning in VARIABLES.items()]
+    return "\n".join(f"| {name} | {meaning} |" for name, meaning in rows)
 
 
 def reload() -> Settings:
@@ -198,3 +199,7 @@ def _count(name: str, default: int) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     return int(value)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -195,6 +195,20 @@ def test_plan_environment_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.plan_environment() == ("1024",)
 
 
+def test_the_readme_has_the_table() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    _, _, rest = readme.partition("<!-- `python -m cudnn_mha.config` -->\n\n")
+    assert rest.partition("\n\n<!-- end of variables -->")[0] == config.table()
+
+
+def test_the_table_has_a_row_for_each_variable() -> None:
+    head, rule, *rows = config.table().splitlines()
+    assert (head, rule) == ("| variable | meaning |", "| --- | --- |")
+    assert [row.split("`")[1] for row in rows] == [*config.VARIABLES]
+    assert f"| `{config.CACHE_BYTES}` | most bytes in it (default `1GiB`)" in config.table()
+    assert all(row.count("|") == 3 for row in rows)  # no text breaks its row
+
+
 def test_versions_in_words() -> None:
     assert config.version_text(91900) == "9.19.0"
     assert config.version_text(92401) == "9.24.1"
