@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
+import subprocess
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger("cudnn_mha")
 
 LARGE = 2**24
 """Bytes from which on it is cheaper to look for such rows than to write zeros everywhere."""
@@ -26,16 +31,15 @@ def zero_padding(tensor: Tensor, own: Tensor, other: Tensor) -> Tensor:
         own: ``(B,)`` int32, the lengths of the sequences.
         other: likewise on the side that is attended to, or attends.
     """
-    kernels = _kernels() if tensor.is_cuda and tensor.nbytes >= LARGE else None
-    if kernels is None:
-        return tensor.zero_()
-    batch, heads, seq, dim = tensor.shape
-    width = 1 << (dim - 1).bit_length()
-    with torch.cuda.device(tensor.device):
+
+    def launch(kernels: ModuleType) -> None:
+        batch, heads, seq, dim = tensor.shape
+        width = 1 << (dim - 1).bit_length()
         kernels.zero_padding[(-(-seq // ROWS), heads, batch)](
             tensor, own, other, seq, dim, *tensor.stride()[:3], ROWS=ROWS, DIM=width
         )
-    return tensor
+
+    return _by_kernel(tensor, launch)
 
 
 def zero_gaps(tensor: Tensor, offsets: Tensor, own: Tensor, other: Tensor) -> Tensor:
@@ -46,13 +50,10 @@ def zero_gaps(tensor: Tensor, offsets: Tensor, own: Tensor, other: Tensor) -> Te
         offsets: ``(B + 1,)`` int64, where sequences start, in elements; they ascend.
         own, other: as for `zero_padding`.
     """
-    kernels = _kernels() if tensor.is_cuda and tensor.nbytes >= LARGE else None
-    if kernels is None:
-        return tensor.zero_()
-    tokens, heads, dim = tensor.shape
-    size = heads * dim
-    count = own.shape[0]
-    with torch.cuda.device(tensor.device):
+
+    def launch(kernels: ModuleType) -> None:
+        tokens, heads, dim = tensor.shape
+        size, count = heads * dim, own.shape[0]
         kernels.zero_gaps[(-(-tokens // ROWS),)](
             tensor,
             offsets,
@@ -65,7 +66,27 @@ def zero_gaps(tensor: Tensor, offsets: Tensor, own: Tensor, other: Tensor) -> Te
             ROWS=ROWS,
             COLUMNS=min(1 << (size - 1).bit_length(), 256),
         )
+
+    return _by_kernel(tensor, launch)
+
+
+def _by_kernel(tensor: Tensor, launch: Callable[[ModuleType], None]) -> Tensor:
+    """The tensor with zeros where the kernel writes them, or all zeros where there is none."""
+    kernels = _kernels() if tensor.is_cuda and tensor.nbytes >= LARGE else None
+    if kernels is None or _failed:
+        return tensor.zero_()
+    try:
+        with torch.cuda.device(tensor.device):
+            launch(kernels)
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        # Triton builds its launcher with a C compiler, which a small image does not have.
+        _failed.append(str(error))
+        logger.warning("padding is made zero without Triton, which takes longer: %s", error)
+        return tensor.zero_()
     return tensor
+
+
+_failed: list[str] = []
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +40,30 @@ def test_the_kernels_are_left_out_where_they_would_cost_more(
     monkeypatch.setattr(padding, "_kernels", kernels)
     assert (zero_padding(torch.ones(1, 1, 2, 4), lens(0), lens(0)) == 0).all()
     assert (zero_gaps(torch.ones(2, 1, 4), torch.tensor([0, 8]), lens(0), lens(0)) == 0).all()
+
+
+def test_where_triton_does_not_work_everything_is_zero(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    kernels = SimpleNamespace(zero_padding={(1, 1, 1): broken}, zero_gaps={(1,): broken})
+    monkeypatch.setattr(padding, "_kernels", lambda: kernels)
+    monkeypatch.setattr(padding, "_failed", [])
+    monkeypatch.setattr(padding, "LARGE", 1)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+
+    class OnCuda(Tensor):
+        is_cuda = True
+
+    for _ in range(2):
+        tensor = torch.ones(1, 1, 2, 4).as_subclass(OnCuda)
+        assert (zero_padding(tensor, lens(2), lens(2)) == 0).all()
+    packed = torch.ones(2, 1, 4).as_subclass(OnCuda)
+    assert (zero_gaps(packed, torch.tensor([0, 8]), lens(2), lens(2)) == 0).all()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "C compiler" in caplog.text
 
 
 @pytest.fixture
