@@ -304,6 +304,7 @@ def test_unregister_leaves_no_trace() -> None:
     assert state() == once != before
     integration.unregister()
     assert state() == before
+    assert not hasattr(AttentionBackendName, "CUDNN_MHA")
     integration.unregister()
     assert state() == before
     with (

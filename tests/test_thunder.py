@@ -40,6 +40,7 @@ if LOADS:
         warnings.simplefilter("ignore")  # that it finds no Transformer Engine
         import thunder
         from thunder.core.devices import Device
+        from thunder.core.transform_common import NON_FUNCTIONAL_OPS
 
         from cudnn_mha.integrations import thunder as integration
 
@@ -225,7 +226,7 @@ def test_two_calls_draw_two_masks(served: None) -> None:
     assert claimed(thunder.last_traces(traced)) == FORWARD * 2
     assert not torch.equal(first, second)
     assert {op.id for op in (integration._forward_op, integration._inference_op)} <= set(
-        integration.NON_FUNCTIONAL_OPS
+        NON_FUNCTIONAL_OPS
     )
 
 
