@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cudnn_mha
 from cudnn_mha import dispatch as decisions
@@ -523,16 +524,18 @@ def test_gpu_models_run_on_plans(
 
     net.cuda().to(BF16).float()  # so that all start from the same weights
     want = step(torch.float32)
-    net.set_attention_backend("_native_math")
-    peer = step(BF16)
+    with sdpa_kernel(SDPBackend.MATH):
+        peer = step(BF16)
     net.set_attention_backend("cudnn_mha")
     before = runs()
     got = step(BF16)
-    assert runs() - before >= 4  # two blocks, forward and backward
+    assert runs() - before >= 4  # two calls, forward and backward
     assert decisions._logged == set()
-    for mine, theirs, exact in zip(got, peer, want, strict=True):
+    # The output, then all gradients as one: those of single parameters may be next to nothing.
+    for part in (slice(0, 1), slice(1, None)):
+        exact, mine, theirs = (torch.cat([t.flatten() for t in f[part]]) for f in (want, got, peer))
         error, allowed = ((t - exact).norm().item() for t in (mine, theirs))
-        assert error <= 1.5 * allowed + 2e-3 * exact.norm().item() + 1e-6
+        assert error <= 1.5 * allowed + 2e-3 * exact.norm().item()
 
 
 @pytest.mark.gpu

@@ -81,9 +81,9 @@ def jit(function: Any) -> Any:
     return thunder.jit(function, executors=["cudnn_mha"])
 
 
-def near(got: Tensor, want: Tensor) -> None:
+def near(got: Tensor, want: Tensor, tolerance: float = 0.01) -> None:
     assert got.shape == want.shape and got.dtype == want.dtype
-    assert (got.double() - want.double()).norm() <= 0.01 * want.double().norm() + 1e-6
+    assert (got.double() - want.double()).norm() <= tolerance * want.double().norm() + 1e-6
 
 
 def leaves(
@@ -425,9 +425,9 @@ def test_gpu_a_module_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = list(model.parameters())
     got = torch.autograd.grad(output, parameters, upstream)
     want = torch.autograd.grad(model(x), parameters, upstream)
-    near(output.detach(), model(x).detach())
+    near(output.detach(), model(x).detach(), 0.02)  # both in bfloat16
     for mine, theirs in zip(got, want, strict=True):
-        assert (mine.double() - theirs.double()).norm() <= 0.02 * theirs.double().norm()
+        near(mine, theirs, 0.02)
     assert claimed(thunder.last_traces(traced)) == FORWARD
     assert claimed(thunder.last_backward_traces(traced)) == BACKWARD
     assert dispatch._logged == set()
