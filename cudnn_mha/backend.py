@@ -116,15 +116,11 @@ class Status:
         return "\n".join(lines)
 
 
-class _State:
-    """What is switched, for the whole process."""
+class Tally:
+    """What was served, and what was given back for which reasons, for the whole process."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.library: Library | None = None
-        self.why = "nobody asked for it"
-        self.order: list[int] | None = None
-        self.own_order: list[int] | None = None
         self.forward = Counter()
         self.backward = Counter()
         self.fallbacks = Counter()
@@ -135,6 +131,17 @@ class _State:
         self.fallbacks.add()
         with self.lock:
             self.reasons.update(reason.rule for reason in reasons)
+
+
+class _State(Tally):
+    """What is switched as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.library: Library | None = None
+        self.why = "nobody asked for it"
+        self.order: list[int] | None = None
+        self.own_order: list[int] | None = None
 
 
 _state = _State()
@@ -233,9 +240,7 @@ def _enable(why: str, *, prefer: bool) -> bool:
                 "cudnn_mha takes its place until it is disabled",
                 other,
             )
-        with warnings.catch_warnings():
-            # PyTorch warns of any kernel that replaces another; replacing is what was asked for.
-            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        with replacing():
             library = Library("aten", "IMPL")
             for name, kernel in ((FORWARD, _forward), (BACKWARD, _backward)):
                 library.impl(name, kernel, "CUDA", allow_override=True)
@@ -247,6 +252,14 @@ def _enable(why: str, *, prefer: bool) -> bool:
             _state.own_order = [cudnn, *(n for n in _state.order if n != cudnn)]
             torch._C._set_sdp_priority_order(_state.own_order)
         return True
+
+
+@contextlib.contextmanager
+def replacing() -> Iterator[None]:
+    """PyTorch warns of any kernel that replaces another; replacing is what was asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        yield
 
 
 def _check_operators() -> None:

@@ -342,17 +342,23 @@ def describe(
 
 
 def begin(
-    given: Given, options: Options, terms: Terms, device: Device | None
+    given: Given,
+    options: Options,
+    terms: Terms,
+    device: Device | None,
+    *,
+    chosen: bool = False,
 ) -> tuple[Route, list[Reason], Device | None]:
     """A route without its spec, the reasons against it so far, and the GPU.
 
     None for the GPU where no spec can be made of the call; the reasons are the route's then.
+    ``chosen`` says that PyTorch's switches for its backends do not matter.
     """
     route = Route(options, terms, outline(given.query, given.value, options))
     if device is None and given.query.is_cuda:
         device = devices.cuda(given.query.device.index)
     route.device = device
-    reasons = dispatch.first_reasons(given.query, given.key, given.value, device)
+    reasons = dispatch.first_reasons(*given[:3], device, chosen=chosen)
     if any(reason.rule in dispatch.NO_SPEC for reason in reasons):
         route.reasons = tuple(reasons)
         return route, reasons, None
@@ -680,7 +686,7 @@ class _Attention(torch.autograd.Function):
         if grad_lse is not None:
             gradients = _through_lse(ctx.route, grad_output, grad_lse, *saved, operands)
         elif grad_output is not None:
-            gradients = _backward(ctx.route, grad_output, *saved, operands)
+            gradients = run_backward(ctx.route, grad_output, *saved, operands)
         else:
             return (None,) * 8
         return (*gradients, None, None, None)
@@ -712,7 +718,7 @@ def _through_lse(
         wide.spec, value, output, rows, grad_output, grad_rows
     )
     operands = operands | _widened_offsets(route, wide, operands)
-    grad_query, grad_key, grad_value, grad_bias, grad_sinks = _backward(
+    grad_query, grad_key, grad_value, grad_bias, grad_sinks = run_backward(
         wide, grad_output, query, key, value, bias, sinks, output, lse, operands
     )
     return grad_query, grad_key, grad_value[..., :dim], grad_bias, grad_sinks
@@ -742,7 +748,7 @@ def _widened_offsets(narrow: Route, wide: Route, operands: Operands) -> Operands
     return found
 
 
-def _backward(
+def run_backward(
     route: Route,
     grad_output: Tensor,
     query: Tensor,
@@ -754,6 +760,7 @@ def _backward(
     lse: Tensor,
     operands: Operands,
 ) -> Gradients:
+    """The gradients that a route's backward plan computes."""
     assert route.spec is not None and route.backward is not None
     spec = route.spec
     partial = route.manner is Manner.RAGGED

@@ -33,13 +33,17 @@ _decisions: Decisions[Decision] = Decisions()
 
 
 class Arguments(NamedTuple):
-    """The arguments of an operator that are not tensors; as for `cudnn_sdpa`."""
+    """The arguments of an operator that are not tensors; as for `cudnn_sdpa`.
+
+    ``return_lse`` asks for the log-sum-exp where no gradient is wanted.
+    """
 
     dropout_p: float = 0.0
     is_causal: bool = False
     scale: float | None = None
     deterministic: bool = False
     workspace_limit: int | None = None
+    return_lse: bool = False
 
 
 class Gradients(NamedTuple):
@@ -128,6 +132,7 @@ def _decide(
         is_causal=arguments.is_causal,
         scale=arguments.scale,
         enable_gqa=not query.shape[-3] == key.shape[-3] == value.shape[-3],
+        return_lse=arguments.return_lse,
         deterministic=arguments.deterministic,
         workspace_limit=config.settings().workspace_limit if limit is None else limit,
     )
@@ -175,7 +180,7 @@ def forward(
     offset: Tensor | None = None,
     depth: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output, and log-sum-exp ``(B, Hq, Sq, 1)`` if a gradient is wanted, by cuDNN.
+    """Output, and log-sum-exp ``(B, Hq, Sq, 1)`` if a gradient is or it is wanted, by cuDNN.
 
     Where a float mask has rows without an entry above -1e4, their log-sum-exp is that of the
     scores less the row's largest entry: of the scores themselves float32 would keep nothing.
@@ -211,7 +216,7 @@ def forward(
         outputs.append(output)
         lses.append(half_lse)
     output = _in_layout(parts.join(outputs), decision.result_stride)
-    return output, parts.join(lses) if gradient else None
+    return output, parts.join(lses) if gradient or arguments.return_lse else None
 
 
 def backward(

@@ -189,7 +189,7 @@ def _attend(
     gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (*given[:3], given.sinks)
     )
-    longest_q, longest_kv = _longest(given, longest_q, longest_kv)
+    longest_q, longest_kv = within_tokens(given, longest_q, longest_kv)
     longest = longest_q, longest_kv
 
     def fall_back(*reasons: Reason) -> Result:
@@ -199,24 +199,46 @@ def _attend(
         return fall_back(dispatch.not_for_cudnn(given.query))
     if 0 in (*given.query.shape, *given.key.shape, *given.value.shape, *longest):
         return fall_back(Reason("empty", "there is nothing for cuDNN to compute"))
-    if _goes_through_padding(given, gradient, None):
+    if goes_through_padding(given, gradient, None):
         return _through_padding(given, *longest, options, terms)
-    sizes = _sizes(given, *longest)
-    route = decided(
+    route = find(given, *longest, options, terms, gradient)
+    return follow(route, lambda: run(route, given, *longest, gradient), fall_back)
+
+
+def find(
+    given: Given,
+    longest_q: int,
+    longest_kv: int,
+    options: Options,
+    terms: Terms,
+    gradient: bool,
+    *,
+    chosen: bool = False,
+) -> Route:
+    """The route of a valid call, with its plans or the reasons why there are none.
+
+    Args:
+        given: CUDA tensors with memory of their own, none of them empty.
+        longest_q, longest_kv: the longest sequences.
+        options, terms: the call's other arguments.
+        gradient: gradients will be wanted.
+        chosen: cuDNN was chosen already, so PyTorch's switches for its backends do not matter.
+    """
+    sizes = _sizes(given, longest_q, longest_kv)
+    return decided(
         _routes,
-        _signature(given, sizes, options, terms, gradient),
-        lambda: _describe(given, sizes, options, terms, gradient),
+        (*_signature(given, sizes, options, terms, gradient), chosen),
+        lambda: _describe(given, sizes, options, terms, gradient, chosen),
         lambda route: _constant_operands(route, given),
     )
-    return follow(route, lambda: _run(route, given, *longest, gradient), fall_back)
 
 
-def _longest(given: Given, longest_q: int, longest_kv: int) -> tuple[int, int]:
+def within_tokens(given: Given, longest_q: int, longest_kv: int) -> tuple[int, int]:
     """No sequence is longer than all tokens, whatever the caller says."""
     return min(longest_q, given.query.shape[0]), min(longest_kv, given.key.shape[0])
 
 
-def _goes_through_padding(given: Given, gradient: bool, device: Device | None) -> bool:
+def goes_through_padding(given: Given, gradient: bool, device: Device | None) -> bool:
     """Whether a call is computed on a padded batch."""
     if device is None and given.query.is_cuda:
         device = devices.cuda(given.query.device.index)
@@ -236,12 +258,12 @@ def describe(
     device: Device | None,
 ) -> Route:
     """How a valid call would be computed, without its plans; see `extended.describe`."""
-    longest_q, longest_kv = _longest(given, longest_q, longest_kv)
-    if _goes_through_padding(given, gradient, device):
+    longest_q, longest_kv = within_tokens(given, longest_q, longest_kv)
+    if goes_through_padding(given, gradient, device):
         padded, _, _ = _padded(given, longest_q, longest_kv)
         return extended.describe(padded, options, terms, gradient, device)
     sizes = _sizes(given, longest_q, longest_kv)
-    return _describe(given, sizes, options, terms, gradient, device)
+    return _describe(given, sizes, options, terms, gradient, False, device)
 
 
 def _padded(given: Given, longest_q: int, longest_kv: int) -> tuple[Given, Tensor, Tensor]:
@@ -328,14 +350,15 @@ def _describe(
     options: Options,
     terms: Terms,
     gradient: bool,
+    chosen: bool,
     device: Device | None = None,
 ) -> Route:
     batch, longest_q, longest_kv, tokens_q, tokens_kv = sizes
-    route, reasons, device = begin(given, options, terms, device)
+    route, reasons, device = begin(given, options, terms, device, chosen=chosen)
     if device is None:
         return route
     route.packed, route.manner = True, Manner.RAGGED
-    inputs = _prepare(given, options, gradient)
+    inputs = prepare(given, options, gradient)
     query, key, value = (
         _as_batch(layout_of(t), batch, longest)
         for t, longest in zip(inputs[:3], (longest_q, longest_kv, longest_kv), strict=True)
@@ -403,7 +426,7 @@ def _contiguous(tensor: Tensor, tokens: int) -> TensorSpec:
     return TensorSpec(shape, contiguous_stride(shape), layout_of(tensor).dtype)
 
 
-def _prepare(given: Given, options: Options, gradient: bool) -> Inputs:
+def prepare(given: Given, options: Options, gradient: bool) -> Inputs:
     """Tensors that cuDNN can address, ``(tokens, H, D)``."""
     query = sign_moved(given.query, options.scale)
     if gradient:  # else the gradient of the query is wrong where the workspace is bounded
@@ -453,11 +476,12 @@ def _constant_operands(route: Route, given: Given) -> Operands:
     return operands
 
 
-def _run(route: Route, given: Given, longest_q: int, longest_kv: int, gradient: bool) -> Result:
+def run(route: Route, given: Given, longest_q: int, longest_kv: int, gradient: bool) -> Result:
+    """Output, and log-sum-exp where the options ask for it, by a route that has plans."""
     assert route.spec is not None
-    inputs = _prepare(given, route.options, gradient)
+    inputs = prepare(given, route.options, gradient)
     runtime.keep_for_captures(route)
-    operands = route.operands | _sequences(route, given, longest_q, longest_kv)
+    operands = route.operands | sequences_of(route, given, longest_q, longest_kv)
     if given.slopes is not None:
         operands[Uid.SLOPES] = given.slopes.detach().float().contiguous()
     if route.options.dropout_p:
@@ -482,7 +506,7 @@ def _with_sinks_alone(lse: Tensor, sinks: Tensor, operands: Operands) -> Tensor:
     return torch.where(alone, sinks[:, None], lse)
 
 
-def _sequences(route: Route, given: Given, longest_q: int, longest_kv: int) -> Operands:
+def sequences_of(route: Route, given: Given, longest_q: int, longest_kv: int) -> Operands:
     """Lengths and offsets, of as many sequences as the plans are made for: more are empty."""
     assert route.spec is not None and given.starts_q is not None and given.starts_kv is not None
     batch = route.spec.batch

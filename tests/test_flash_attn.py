@@ -288,6 +288,9 @@ def test_layouts_change_by_views_and_options_arrive(monkeypatch: pytest.MonkeyPa
     assert seen.calls[1][1]["deterministic"] is None
     flash_attn_func(*(randn(B, n, H, D) for n in (3, 7, 7)))
     assert seen.calls[2][1]["causal_alignment"] == "top_left"
+    flash_attn_func(*(randn(B, 7, H, D) for _ in range(3)), window_size=(-1, 0))
+    assert seen.calls[3][1]["is_causal"] is True
+    assert seen.calls[3][1]["window"] is None
 
 
 def test_dropout_keeps_weights_scaled_or_drops_them() -> None:

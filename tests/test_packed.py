@@ -304,7 +304,7 @@ def test_sequences_are_lengths_and_offsets() -> None:
     case = Packed((3, 0, 5), (4, 2, 1), dtype=torch.float16)
     given = Given(*case.leaves, starts_q=case.cu[0], starts_kv=case.cu[1])
     route = meta_route(given, (4, 128, 128, 128, 128), gradient=True)
-    found = packed._sequences(route, given, 4, 4)
+    found = packed.sequences_of(route, given, 4, 4)
     assert found[Uid.SEQ_LEN_Q].tolist() == [3, 0, 4, 0]
     assert found[Uid.SEQ_LEN_KV].tolist() == [4, 2, 1, 0]
     ends_q, ends_kv = torch.tensor([0, 3, 3, 8, 8]), torch.tensor([0, 4, 6, 7, 7])
@@ -325,7 +325,7 @@ def test_sequences_are_lengths_and_offsets() -> None:
     assert {found[uid].dtype for uid in strides} == {torch.int64}
     assert set(found) == {Uid.SEQ_LEN_Q, Uid.SEQ_LEN_KV, *strides}
     fewer = given._replace(lengths_q=lens(2, 5, -1), lengths_kv=lens(9, 1, 0).long())
-    found = packed._sequences(route, fewer, 4, 4)
+    found = packed.sequences_of(route, fewer, 4, 4)
     assert found[Uid.SEQ_LEN_Q].tolist() == [2, 0, 0, 0]
     assert found[Uid.SEQ_LEN_KV].tolist() == [4, 1, 0, 0]
     assert found[Uid.SEQ_LEN_KV].dtype == torch.int32
@@ -341,7 +341,7 @@ def meta_route(
 ) -> Route:
     """As decided for a described GPU by cuDNN's proposals."""
     device = devices.described(profile)
-    found = packed._describe(given, sizes, Options(), terms or Terms(), gradient, device)
+    found = packed._describe(given, sizes, Options(), terms or Terms(), gradient, False, device)
     assert found.reasons == ()
     for spec in found.graphs:
         words = refusal(spec, device)

@@ -482,7 +482,7 @@ def _terms(
     Args:
         causal, window_size, softcap, alibi_slopes: the caller's.
         square: there are as many keys as queries: top left and bottom right are one diagonal.
-        single: there is one query, the last: it is causal without a mask.
+        single: there is one query, the last, which has no key after it.
     """
     two = isinstance(window_size, tuple | list) and len(window_size) == 2
     if not two or not all(isinstance(n, int) for n in window_size):
@@ -492,7 +492,7 @@ def _terms(
         )
     left, right = (max(n, -1) for n in window_size)
     if causal or right == 0:
-        causal, right = not (single and left == -1), -1
+        causal, right = not single, -1
     window = None if (left, right) == (-1, -1) else (left, right)
     diagonal = causal or window is not None or alibi_slopes is not None
     return {
