@@ -961,6 +961,7 @@ def test_gpu_cache(terms: str, queries: int, layout: str, dtype: torch.dtype) ->
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cudnn_only")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_gpu_cache_makes_no_host_wait_and_replays_in_a_graph() -> None:
     q = torch.randn(2, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
     new = [torch.randn(2, 1, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]

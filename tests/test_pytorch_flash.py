@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -524,11 +523,14 @@ def test_where_no_gradient_is_wanted_no_backward_is_asked_for(
 
 
 @pytest.mark.skipif(not LATER, reason="this PyTorch's varlen_attn has no seqused_k")
-def test_used_lengths_and_a_given_output(packed_gpu: interpreter.Machine) -> None:
-    query, key, value = thd(4, LENGTHS_Q), thd(4, LENGTHS_K), thd(4, LENGTHS_K)
-    cu_q, cu_k = starts(LENGTHS_Q), starts(LENGTHS_K)
-    used = torch.tensor([2, 4, 1], dtype=torch.int32)
-    call = (query, key, value, cu_q, cu_k, 6, 5)
+@pytest.mark.parametrize("same", [False, True])
+def test_used_lengths_and_a_given_output(packed_gpu: interpreter.Machine, same: bool) -> None:
+    lengths_k = LENGTHS_Q if same else LENGTHS_K
+    query, key, value = (thd(4, lengths) for lengths in (LENGTHS_Q, lengths_k, lengths_k))
+    cu_q = starts(LENGTHS_Q)
+    cu_k = cu_q if same else starts(lengths_k)
+    used = torch.tensor([2, 1, 1], dtype=torch.int32)
+    call = (query, key, value, cu_q, cu_k, 6, max(lengths_k))
     output = varlen_attn(*call, window_size=(-1, 0), seqused_k=used)
     want, want_lse = reference_layouts.varlen(
         *(t.double() for t in call[:3]),
@@ -691,10 +693,9 @@ def test_either_direction_may_be_served_alone(
 
 
 @pytest.fixture
-def activated(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def activated() -> Iterator[None]:
     registry.activate_flash_attention_impl("cudnn_mha")
-    with caplog.at_level(logging.WARNING, "cudnn_mha"):
-        yield
+    yield
     registry.restore_flash_attention_impl()
 
 
@@ -838,7 +839,11 @@ def test_gpu_varlen(window: tuple[int, int], lengths: tuple[int, int], dtype: to
         assert_right(case, results=varlen, gradients=False)
 
 
+the_compilers_own = pytest.mark.filterwarnings("ignore")
+
+
 @pytest.mark.gpu
+@the_compilers_own
 @pytest.mark.usefixtures("activated")
 @pytest.mark.parametrize("gradients", [False, True])
 def test_gpu_varlen_compiled_whole(gradients: bool) -> None:
@@ -849,6 +854,7 @@ def test_gpu_varlen_compiled_whole(gradients: bool) -> None:
 
 
 @pytest.mark.gpu
+@the_compilers_own
 @pytest.mark.usefixtures("activated")
 def test_gpu_dense_compiled_whole() -> None:
     def compiled(case: Call, *, gradients: bool = True) -> Results:

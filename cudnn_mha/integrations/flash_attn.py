@@ -355,6 +355,11 @@ def flash_attn_with_kvcache(
     _validate_cache(q, k_cache, v_cache, k, v, block_table, given)
     _require_slopes(alibi_slopes, q.shape[0], q.shape[2])
     batch, queries = q.shape[:2]
+    options = {
+        "scale": softmax_scale,
+        "return_lse": return_softmax_lse,
+        **_terms(causal, window_size, softcap, alibi_slopes, square=False, single=queries == 1),
+    }
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     lengths = _cache_lengths(cache_seqlens, k, room, q)
     if rotary_cos is not None or rotary_sin is not None:
@@ -371,11 +376,6 @@ def flash_attn_with_kvcache(
         lengths = lengths + k.shape[1]
     if cache_leftpad is not None:
         lengths = lengths - cache_leftpad
-    options = {
-        "scale": softmax_scale,
-        "return_lse": return_softmax_lse,
-        **_terms(causal, window_size, softcap, alibi_slopes, square=False, single=queries == 1),
-    }
     if block_table is not None:
 
         def attend(rows: Tensor, table: Tensor, lengths: Tensor, **options: Any) -> Any:
