@@ -574,6 +574,15 @@ def test_compiled_whole(packed_gpu: interpreter.Machine, window: tuple[int, int]
     assert counted() == (1, 1, 0)
 
 
+def test_pytorchs_switch_for_its_own_cudnn_backend_does_not_matter(
+    packed_gpu: interpreter.Machine,
+) -> None:
+    tensors, cu = [thd(4, LENGTHS_Q) for _ in range(3)], starts(LENGTHS_Q)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        varlen_attn(*tensors, cu, cu, 6, 6)
+    assert counted() == (1, 0, 0)
+
+
 # ------------------------------------------------------------------------------------- given back
 
 
