@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cudnn_mha import dispatch
+from cudnn_mha import dispatch, explain, explain_paged, explain_varlen
 from cudnn_mha.integrations import flash_attn
 from cudnn_mha.integrations.flash_attn import (
     flash_attn_func,
@@ -667,6 +667,43 @@ def test_nothing_is_read_back_to_the_host(layout: str) -> None:
         flat, *pages, cu, cu, 5, 5, block_table=case.options.get("block_table")
     )
     assert found.shape == flat.shape
+
+
+# --------------------------------------------------------------------------------------- verdicts
+
+
+def test_cudnn_serves_what_ordinary_calls_become(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for a described GPU; the values of what is served are for the GPU to show."""
+    verdicts: list[Any] = []
+
+    def ask(explain: Callable[..., Any], last: int) -> Callable[..., Any]:
+        def asked(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+            gradient = {} if explain is explain_paged else {"requires_grad": True}
+            verdicts.append(explain(*given[:last], **options, **gradient, gpu="h200"))
+            return given[0], given[0][..., 0]
+
+        return asked
+
+    monkeypatch.setattr(flash_attn, "cudnn_sdpa", ask(explain, 3))
+    monkeypatch.setattr(flash_attn, "cudnn_sdpa_varlen", ask(explain_varlen, 7))
+    monkeypatch.setattr(flash_attn, "cudnn_sdpa_paged", ask(explain_paged, 4))
+
+    def half(*shape: int) -> Tensor:
+        return torch.empty(*shape, device="meta", dtype=torch.bfloat16)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.empty(*shape, device="meta", dtype=torch.int32)
+
+    kv = half(2, 256, 2, 64), half(2, 256, 2, 64)
+    flat = half(300, 2, 64), half(300, 2, 64)
+    flash_attn_func(half(2, 100, 8, 64), *kv, causal=True)
+    call = (half(200, 8, 64), *flat, whole(3), whole(3), 120, 200)
+    flash_attn_varlen_func(*call, causal=True, window_size=(64, -1))
+    pages = half(8, 16, 2, 64), half(8, 16, 2, 64)
+    flash_attn_with_kvcache(
+        half(2, 1, 8, 64), *pages, cache_seqlens=whole(2), block_table=whole(2, 4), causal=True
+    )
+    assert [(verdict.served, verdict.reasons) for verdict in verdicts] == [(True, ())] * 3
 
 
 # --------------------------------------------------------------------------------------- refusals
