@@ -223,6 +223,18 @@ def test_rows_that_attend_to_nothing_give_zeros() -> None:
     assert lse[..., 3:].isfinite().all()
 
 
+def test_the_log_sum_exp_has_a_gradient() -> None:
+    leaves = [randn(B, 5, H, D, grad=True) for _ in range(3)]
+    output, lse, _ = flash_attn_func(*leaves, causal=True, return_attn_probs=True)
+    want, want_lse = definition(*leaves, causal=True)
+    for got, expected in zip(
+        torch.autograd.grad(output.sum() + lse.square().sum(), leaves),
+        torch.autograd.grad(want.sum() + want_lse.square().sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_positional_arguments() -> None:
     q, k, v = (randn(B, 5, H, D) for _ in range(3))
     slopes = torch.rand(H)

@@ -7,8 +7,8 @@ Tensors are ``(B, S, H, D)``, or packed ``(tokens, H, D)``; they reach cuDNN as 
 
 What differs, each time to the better-defined side:
 
-* the log-sum-exp of a row that attends to nothing is -inf (its kernels write +inf), and asking for
-  its gradient raises where cuDNN computed it (there it is dropped);
+* the log-sum-exp of a row that attends to nothing is -inf (its kernels write +inf), and a gradient
+  that comes through the log-sum-exp is not dropped;
 * ``dropout_p > 0`` with ``return_attn_probs`` raises, since cuDNN returns no dropout pattern;
 * float32, the CPU, and calls that cuDNN does not serve are computed by PyTorch; the logger
   ``cudnn_mha`` says why, once for each distinct cause.
