@@ -6,7 +6,7 @@ PyTorch's rules and rings for these operators are then run as they are, without 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,23 @@ from torch.library import Library
 from cudnn_mha import backend, kernels
 from cudnn_mha.kernels import Arguments
 
-calls: list[tuple[str, dict[str, Tensor]]] = []
-"""What the operators were called with, in order."""
+
+
+class Seen(NamedTuple):
+    """What an operator was called with: shape and stride of every tensor."""
+
+    name: str
+    layouts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    is_causal: bool
+
+
+calls: list[Seen] = []
+"""All calls so far."""
+
+
+def _see(name: str, is_causal: bool, **tensors: Tensor) -> None:
+    layouts = {n: (tuple(t.shape), tuple(t.stride())) for n, t in tensors.items()}
+    calls.append(Seen(name, layouts, is_causal))
 
 
 @functools.cache
@@ -39,7 +54,7 @@ def _forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    calls.append(("forward", {"query": query, "key": key, "value": value}))
+    _see("forward", is_causal, query=query, key=key, value=value)
     arguments = Arguments(dropout_p, is_causal, scale)
     output, lse = kernels.reference_forward(query, key, value, attn_bias, arguments)
     seed = torch.zeros((), dtype=torch.int64)
@@ -66,8 +81,8 @@ def _backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = {"grad_out": grad_out, "query": query, "key": key, "value": value, "out": out}
-    calls.append(("backward", given | {"logsumexp": logsumexp}))
+    given = {"grad_out": grad_out, "out": out, "logsumexp": logsumexp}
+    _see("backward", is_causal, query=query, key=key, value=value, **given)
     arguments = Arguments(dropout_p, is_causal, scale)
     found = kernels.reference_backward(
         grad_out, query, key, value, out, logsumexp, attn_bias, arguments
