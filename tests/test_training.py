@@ -70,18 +70,16 @@ def losses_and_weights(manner: str, checkpointed: bool, compiled: bool) -> None:
     for (name, one), other in zip(
         shared.named_parameters(), alone.parameters(), strict=True
     ):
-        torch.testing.assert_close(whole(one), other.detach(), atol=2e-5, rtol=2e-3, msg=name)
+        torch.testing.assert_close(whole(one), other.detach(), atol=1e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize(
     ("manner", "checkpointed", "compiled"),
     [
         ("ddp", False, False),
-        ("ddp", True, True),
         ("fsdp", False, False),
         ("fsdp", True, True),
-        ("tensor", False, False),
-        ("tensor", True, True),
+        ("tensor", True, False),
     ],
 )
 def test_training_on_two_ranks(
