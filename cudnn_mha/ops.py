@@ -280,9 +280,7 @@ _fakes = {
     "sdpa_backward": _backward_fake,
 }
 for _name, _fake in _fakes.items():
-    torch.library.register_fake(
-        f"cudnn_mha::{_name}", _with_sharding_rules(_fake), lib=_library
-    )
+    torch.library.register_fake(f"cudnn_mha::{_name}", _with_sharding_rules(_fake), lib=_library)
 
 
 # --------------------------------------------------------------------------------------- autograd

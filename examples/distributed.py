@@ -45,7 +45,9 @@ class Block(nn.Module):
         self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.project_in = nn.Linear(width, sum(self.sizes) * self.dim)
         self.project_out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.project_in(self.norm_attention(x)).unflatten(-1, (-1, self.dim))

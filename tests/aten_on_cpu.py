@@ -16,7 +16,6 @@ from cudnn_mha import backend, kernels
 from cudnn_mha.kernels import Arguments
 
 
-
 class Seen(NamedTuple):
     """What an operator was called with: shape and stride of every tensor."""
 

@@ -23,11 +23,13 @@ class Block(nn.Module):
         self.query = nn.Linear(WIDTH, WIDTH)
         self.key_value = nn.Linear(WIDTH, WIDTH)
         self.project = nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.checkpointed:
-            return checkpoint(self.run, x, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(self.run, x, use_reentrant=False)
         return self.run(x)
 
     def run(self, x: Tensor) -> Tensor:
@@ -39,7 +41,8 @@ class Block(nn.Module):
         return x + self.mlp(self.norms[1](x))  # type: ignore[no-any-return]
 
     def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, WIDTH // HEADS))  # type: ignore[no-untyped-call]
+        return heads.transpose(1, 2)
 
 
 class GPT(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 import traceback
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -67,9 +65,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def _start(self) -> None:
@@ -100,12 +96,12 @@ class Ranks:
 def _serve(
     rank: int, backend: str, devices: tuple[str, ...], store: Path, pipe: Connection
 ) -> None:
-    os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     global _device
     _device = torch.device(devices[rank])
     if _device.type == "cuda":
         torch.cuda.set_device(_device)
+        torch.cuda.init()  # else a mesh takes the GPU of the rank's number
     dist.init_process_group(
         backend,
         init_method=store.as_uri(),

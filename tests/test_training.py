@@ -1,4 +1,4 @@
-"""Training on two ranks without a GPU: DDP, FSDP2, checkpoints and the compiler, by `cudnn_sdpa`."""
+"""Training on two ranks without a GPU: DDP, FSDP2, tensor parallelism, the compiler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.ranks import Ranks, device, mesh
 STEPS, BATCH, LENGTH = 3, 4, 32
 
 
-def wrapped(model: nn.Module, manner: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def wrapped(model: GPT, manner: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model as each manner of sharing its work has it."""
     if manner == "ddp":
         return DistributedDataParallel(model)
@@ -40,7 +40,8 @@ def wrapped(model: nn.Module, manner: str, dtype: torch.dtype = torch.float32) -
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     for block in model.blocks:
         fully_shard(block, mesh=mesh(), mp_policy=policy)
-    return fully_shard(model, mesh=mesh(), mp_policy=policy)
+    fully_shard(model, mesh=mesh(), mp_policy=policy)
+    return model
 
 
 def whole(parameter: Tensor) -> Tensor:
@@ -67,9 +68,7 @@ def losses_and_weights(manner: str, checkpointed: bool, compiled: bool) -> None:
     losses = torch.tensor(train(model, own))
     dist.all_reduce(losses)
     torch.testing.assert_close(losses / dist.get_world_size(), torch.tensor(want))
-    for (name, one), other in zip(
-        shared.named_parameters(), alone.parameters(), strict=True
-    ):
+    for (name, one), other in zip(shared.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(whole(one), other.detach(), atol=1e-5, rtol=1e-4, msg=name)
 
 
