@@ -101,13 +101,15 @@ def batch(args: argparse.Namespace, text: Tensor | None, step: int) -> Tensor:
     return text[draw(len(text) - args.length) + places].long()
 
 
-def train(attend: Attend, args: argparse.Namespace, device: torch.device) -> tuple[str, float]:
+def train(
+    attend: Attend, parallel: str, args: argparse.Namespace, device: torch.device
+) -> tuple[str, float]:
     """First and last loss, and tokens per second of all ranks together."""
     torch.manual_seed(0)
     text = None
     if args.text is not None:
         text = torch.frombuffer(bytearray(args.text.read_bytes()), dtype=torch.uint8)
-    model = shared(GPT(attend, args).to(device), args.parallel, device)
+    model = shared(GPT(attend, args).to(device), parallel, device)
     if args.compile:
         model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -141,7 +143,7 @@ def wait(device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp")
+    parser.add_argument("--parallel", nargs="+", choices=("ddp", "fsdp"), default=["ddp"])
     parser.add_argument("--compile", action="store_true", help="compile the model")
     parser.add_argument("--text", type=Path, help="file to learn from (default: made up)")
     sizes = {"layers": 12, "width": 768, "heads": 12, "groups": 4, "length": 2048, "batch": 8}
@@ -157,16 +159,17 @@ def main() -> None:
     else:
         dist.init_process_group("gloo")
     first = dist.get_rank() == 0
-    if first:
-        print(f"{dist.get_world_size()} x {device.type}, {args.parallel}", flush=True)
     by: dict[str, Attend] = {
         "cudnn_mha": cudnn_sdpa,
         "PyTorch": F.scaled_dot_product_attention,
     }
-    for name, attend in by.items():
-        losses, speed = train(attend, args, device)
+    for parallel in args.parallel:
         if first:
-            print(f"{name:10} loss {losses}   {speed:,.0f} tokens/s", flush=True)
+            print(f"{dist.get_world_size()} x {device.type}, {parallel}", flush=True)
+        for name, attend in by.items():
+            losses, speed = train(attend, parallel, args, device)
+            if first:
+                print(f"{name:10} loss {losses}   {speed:,.0f} tokens/s", flush=True)
     dist.destroy_process_group()
 
 

@@ -41,7 +41,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norms[1](x))  # type: ignore[no-any-return]
 
     def heads(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (-1, WIDTH // HEADS))  # type: ignore[no-untyped-call]
+        heads: Tensor = x.unflatten(-1, (-1, WIDTH // HEADS))
         return heads.transpose(1, 2)
 
 

@@ -279,7 +279,7 @@ def test_uneven_heads(ranks: Ranks, heads: tuple[int, int, int], expected: Place
 
 def dropped_values() -> None:
     whole = qkv()
-    placed = [t.requires_grad_() for t in shard(whole, mesh(), HEADS)]
+    placed: Any = [t.requires_grad_() for t in shard(whole, mesh(), HEADS)]
     local = [t.to_local().detach().requires_grad_() for t in placed]
     upstream = randn(B, H, S, D)
     torch.manual_seed(dist.get_rank())
