@@ -151,6 +151,8 @@ def enable(*, prefer: bool = True) -> None:
     """Serves PyTorch's cuDNN attention from this package's plans, in the whole process.
 
     Nothing happens where it is enabled already, or where ``TORCH_CUDNN_MHA_DISABLED=1`` is set.
+    Where ``torch.distributed.tensor`` is loaded, `DTensor` is told how that attention may be
+    sharded (`cudnn_mha.integrations.distributed`), and keeps to it when this is disabled.
 
     Args:
         prefer: also make cuDNN the first of PyTorch's attention backends; the others stay.
@@ -246,6 +248,9 @@ def _enable(why: str, *, prefer: bool) -> bool:
                 library.impl(name, kernel, "CUDA", allow_override=True)
         _state.library = library
         _state.why = why
+        rules = runtime.sharding_rules()
+        if rules is not None:
+            rules.register()
         if prefer:
             _state.order = _order()
             cudnn = SDPBackend.CUDNN_ATTENTION.value

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from cudnn_mha import config, runtime
 from cudnn_mha.autotune import tuned_plan
 from cudnn_mha.checks import Reason
@@ -295,7 +297,8 @@ def _load(key: PlanKey) -> Slot | None:
         if entry.refusal is not None:
             return Slot(None, entry.refusal)
         try:
-            return Slot(load_plan(key.spec, key.device, str(entry.engine), entry.blob))
+            with _current(key.device):
+                return Slot(load_plan(key.spec, key.device, str(entry.engine), entry.blob))
         except Exception as error:  # native code of others: whatever is wrong with it, we compile
             store.discard(name, f"cuDNN cannot load it: {' '.join(str(error).split())}")
     _tell_of_missing_plan(key)
@@ -406,7 +409,13 @@ def stored(key: PlanKey, slot: Slot) -> Entry:
 
 def _build(spec: AttentionSpec, device: Device, workspace_limit: int | None) -> Plan:
     make = tuned_plan if config.settings().autotune else compile_plan
-    return make(spec, device, workspace_limit)
+    with _current(device):
+        return make(spec, device, workspace_limit)
+
+
+def _current(device: Device) -> contextlib.AbstractContextManager[object]:
+    """Makes a GPU the current one: cuDNN's handles work on no other."""
+    return contextlib.nullcontext() if device.described else torch.cuda.device(device.index)
 
 
 plans = PlanCache(build=_build, load=_load, save=_save)

@@ -42,6 +42,7 @@ from cudnn_mha.inputs import (
     four_dimensional,
     outline,
     prepare,
+    require_local,
     require_tensors,
     validate,
 )
@@ -164,13 +165,14 @@ def padded(given: Given, options: Options, terms: Terms) -> Tensor | tuple[Tenso
 
 
 def require_operands(given: Given) -> None:
-    """Raises TypeError for what is no tensor."""
+    """Raises TypeError for what is no tensor, and for one that is spread over ranks."""
     names = {"seq_lens_q": given.lengths_q, "seq_lens_kv": given.lengths_kv}
     names |= {"alibi_slopes": given.slopes, "sinks": given.sinks}
     names |= {"cu_seqlens_q": given.starts_q, "cu_seqlens_kv": given.starts_kv}
     for name, tensor in names.items():
         if tensor is not None and not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
+    require_local(given)
 
 
 def batch_of(query: Tensor, key: Tensor, value: Tensor) -> int:

@@ -248,6 +248,18 @@ def cudnn_sdpa(
     )
     if not plain:
         require_tensors(query, key, value, attn_mask)
+        if any(runtime.is_distributed(t) for t in (query, key, value, attn_mask)):
+            options = make_options(
+                dropout_p,
+                is_causal,
+                scale,
+                enable_gqa,
+                return_lse,
+                _is_deterministic() if deterministic is None else deterministic,
+                workspace_limit,
+                fallback,
+            )
+            return _by_operators(query, key, value, attn_mask, options)
     if _is_autocast_enabled():
         query, key, value = (autocast(t) for t in (query, key, value))
     if deterministic is None:
@@ -354,7 +366,6 @@ def _traced(
     fallback: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The call as a compiler sees it: addresses and plans mean nothing to it, operators do."""
-    query, key, value = (autocast(t) for t in (query, key, value))
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = Options(
@@ -367,6 +378,14 @@ def _traced(
         config.parse_bytes(workspace_limit),
         fallback,
     )
+    return _by_operators(query, key, value, mask, options)
+
+
+def _by_operators(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The call of tensors that only PyTorch's dispatcher sees through."""
+    query, key, value = (autocast(t) for t in (query, key, value))
     validate(query, key, value, mask, options)
     gradient = torch.is_grad_enabled() and (
         query.requires_grad
@@ -375,46 +394,47 @@ def _traced(
         or (mask is not None and mask.requires_grad)
     )
     if not _for_the_operators(query):
-        if not fallback:
+        if not options.fallback:
             _refuse_compiled()
         return _result(options, compute(query, key, value, mask, options, gradient=gradient))
     given = {
-        "scale": scale,
-        "deterministic": deterministic,
+        "scale": options.scale,
+        "deterministic": options.deterministic,
         "workspace_limit": options.workspace_limit,
-        "fallback": fallback,
+        "fallback": options.fallback,
     }
     q, k, v = four_dimensional(query, key, value, options)
-    call = (q, k, v, mask, dropout_p, is_causal)
-    if not gradient and not return_lse:
+    call = (q, k, v, mask, options.dropout_p, options.is_causal)
+    if not gradient and not options.return_lse:
         output: Tensor = ops.sdpa_inference(*call, **given)
         return output[0] if query.dim() == 3 else output
     bias_gradient = mask is not None and mask.requires_grad and gradient
     output, lse, *_ = ops.sdpa_forward(*call, bias_gradient=bias_gradient, **given)
     lse = lse.squeeze(-1)
     if mask is not None and mask.dtype != torch.bool:
-        lse = lse + row_shift(mask).squeeze(-1)
+        lse = (lse + row_shift(mask).squeeze(-1)).float()
     if query.dim() == 3:
         output, lse = output[0], lse[0]
-    return (output, lse) if return_lse else output
+    return (output, lse) if options.return_lse else output
 
 
 @_disable_dynamo
 def _refuse_compiled() -> NoReturn:
     """Raises out of compiled code, which knows no exceptions of others."""
     message = (
-        "a compiled call must have float16 or bfloat16 tensors of 3 or 4 dimensions on a CUDA "
-        "device, and cuDNN allowed; call it outside of the compiler for every reason"
+        "a call that is compiled or sharded must have float16 or bfloat16 tensors of 3 or 4 "
+        "dimensions on a CUDA device, and cuDNN allowed; call it with plain tensors outside of the "
+        "compiler for every reason"
     )
     raise CudnnSdpaUnsupportedError("a compiled call", (Reason("compiled", message),))
 
 
 def _for_the_operators(query: Tensor) -> bool:
-    """Whether a traced call may be cuDNN's; what is not stays with PyTorch's own compilation."""
+    """Whether the operators take a call; what they do not stays with PyTorch's own function."""
+    sharded_on_cpu = not query.is_cuda and runtime.is_distributed(query)
     return (
-        query.is_cuda
-        and query.dim() in (3, 4)
-        and is_half(query.dtype)
+        query.dim() in (3, 4)
+        and (sharded_on_cpu or (query.is_cuda and is_half(query.dtype)))
         and not (config.current is not None and config.current.disabled)
         and torch._C._get_cudnn_sdp_enabled()
         and not torch._C._are_functorch_transforms_active()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,6 +99,16 @@ def require_tensors(query: object, key: object, value: object, mask: object) -> 
     for name, given in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
         if not isinstance(given, Tensor) and not (name == "attn_mask" and given is None):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+
+
+def require_local(tensors: Iterable[object]) -> None:
+    """Raises TypeError for a `DTensor`, which only calls on PyTorch's own terms take."""
+    if any(type(tensor).__name__ == "DTensor" for tensor in tensors):
+        raise TypeError(
+            "a DTensor is taken only by cudnn_sdpa with the arguments that PyTorch's function has; "
+            "make this call on local tensors, through "
+            "torch.distributed.tensor.experimental.local_map"
+        )
 
 
 def require_kinds(

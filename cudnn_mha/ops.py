@@ -17,13 +17,15 @@ logarithm; ``philox_seed`` and ``philox_offset``, 0-d int64, empty where there i
 log-sum-exp of a row whose float mask has no entry above -1e4 is that of the scores less the row's
 largest entry. It has no gradient.
 
-Tensors are ``(B, H, S, D)`` of one batch size. Where cuDNN does not serve a call the operators
+Tensors are ``(B, H, S, D)`` of one batch size; of a ``DTensor`` batch and heads may be sharded
+(`cudnn_mha.integrations.distributed`). Where cuDNN does not serve a call the operators
 compute it by plain PyTorch, on any device; with ``fallback=False`` they raise
 `CudnnSdpaUnsupportedError`.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.utils.flop_counter import register_flop_formula
 
-from cudnn_mha import kernels
+from cudnn_mha import kernels, runtime
 from cudnn_mha.attention import draw
 from cudnn_mha.checks import Reason
 from cudnn_mha.dispatch import TRANSIENT, log_fallback
@@ -259,13 +261,26 @@ def _backward_fake(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), grad_bias
 
 
+def _with_sharding_rules(fake: Any) -> Any:
+    """The fake kernel, which `DTensor` runs before it looks the operator's rules up."""
+
+    @functools.wraps(fake)
+    def call(*args: Any, **options: Any) -> Any:
+        rules = runtime.sharding_rules()
+        if rules is not None:
+            rules.register_operators()
+        return fake(*args, **options)
+
+    return call
+
+
 _fakes = {
     "sdpa_forward": _forward_fake,
     "sdpa_inference": _inference_fake,
     "sdpa_backward": _backward_fake,
 }
 for _name, _fake in _fakes.items():
-    torch.library.register_fake(f"cudnn_mha::{_name}", _fake, lib=_library)  # type: ignore[arg-type]
+    torch.library.register_fake(f"cudnn_mha::{_name}", _with_sharding_rules(_fake), lib=_library)
 
 
 # --------------------------------------------------------------------------------------- autograd

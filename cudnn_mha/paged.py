@@ -36,6 +36,7 @@ from cudnn_mha.inputs import (
     layout_of,
     make_options,
     require_alike,
+    require_local,
     require_tensors,
     sign_moved,
     validate_numbers,
@@ -116,6 +117,7 @@ def cudnn_sdpa_paged(
         optional = name not in ("block_table", "seq_lens_kv")
         if not isinstance(operand, Tensor) and not (optional and operand is None):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}")
+    require_local((query, key_pages, value_pages, *operands.values()))
     key_pages, value_pages = heads_first(key_pages, value_pages, page_layout)
     terms = make_terms(is_causal, causal_alignment, window, softcap, alibi)
     terms = dataclasses.replace(terms, alibi=terms.alibi or alibi_slopes is not None)

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import functools
 import importlib
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -178,6 +179,21 @@ def not_traced(function: Function) -> Function:
         return function(*args, **kwargs)
 
     return cast(Function, call)
+
+
+def is_distributed(tensor: object) -> bool:
+    """Whether it stands for memory of other ranks too, or for memory still on its way.
+
+    That is a `DTensor`, or what a collective returns: operators unwrap them.
+    """
+    return type(tensor).__module__.startswith("torch.distributed.")
+
+
+def sharding_rules() -> ModuleType | None:
+    """The module of sharding rules, where somebody may use `DTensor`; it loads nothing else."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    return importlib.import_module("cudnn_mha.integrations.distributed")
 
 
 def outside_pools(make: Callable[[], Made]) -> Made:

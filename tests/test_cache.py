@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -585,6 +586,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         return FakePlan(spec, data, engine)
 
     monkeypatch.setattr(cache, "load_plan", load)
+    monkeypatch.setattr(cache, "_current", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(cache, "_loaded", [])
     monkeypatch.setenv(CACHE_DIR, str(tmp_path / "own"))
     config.reload()
@@ -916,3 +918,38 @@ def test_an_exit_waits_for_no_plan_that_is_not_begun() -> None:
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("built") <= 4
+
+
+@pytest.mark.parametrize("index", [None, 1])
+def test_plans_are_compiled_and_loaded_with_their_gpu_current(
+    monkeypatch: pytest.MonkeyPatch, index: int | None
+) -> None:
+    entered: list[int | None] = []
+
+    class Guard:
+        def __init__(self, index: int | None) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            entered.append(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            entered.append(None)
+
+    def made(*_: object) -> Any:
+        assert entered == ([] if index is None else [index])
+        return "plan"
+
+    class Found:
+        def load(self, _: dict[str, Any]) -> Entry:
+            return Entry(KEY.to_dict(), "engine", 0, None, b"code")
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(cache, "stores", lambda: (Found(),))
+    monkeypatch.setattr(cache, "compile_plan", made)
+    monkeypatch.setattr(cache, "load_plan", made)
+    where = dataclasses.replace(H200, index=index)
+    cache._build(KEY.spec, where, None)
+    entered.clear()
+    loaded = cache._load(KEY._replace(device=where))
+    assert loaded is not None and loaded.plan == "plan"  # type: ignore[comparison-overlap]
