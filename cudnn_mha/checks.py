@@ -187,7 +187,8 @@ HAZARDS = (
     ),
     Hazard(
         name="bounded_workspace",
-        condition="a ragged backward with a bound on all tokens, query not packed densely",
+        condition="a ragged backward with a bound on all tokens (of a packed batch that fills less "
+        "than half of a padded one), query not packed densely",
         remedy="the query is copied",
         cost="one copy of the query",
         source=f"{_H200}: the query's gradient is wrong by 100 %",

@@ -67,7 +67,9 @@ def backward(
     """
     longest = packed.within_tokens(given, longest_q, longest_kv)
     route = _find(given, *longest, options, terms, True)
-    query, key, value, *_ = packed.prepare(given, options, True)
+    assert route.spec is not None
+    bounded = route.spec.tokens_q is not None
+    query, key, value, *_ = packed.prepare(given, options, dense_query=bounded)
     runtime.keep_for_captures(route)
     operands = route.operands | packed.sequences_of(route, given, *longest)
     missing = value.shape[-1] - output.shape[-1]

@@ -162,8 +162,9 @@ def test_packed_head_dims(dims: tuple[int, int]) -> None:
     assert_right(case, results=packed)
 
 
-def test_packed_views_gaps_and_int64() -> None:
-    lengths = (100, 1, 260, 64)
+@pytest.mark.parametrize("lengths", [(100, 1, 260, 64), (250, 256, 200, 256)], ids=str)
+def test_packed_views_gaps_and_int64(lengths: tuple[int, ...]) -> None:
+    """The workspace of the first is bounded, of the second not."""
     case = varlen_case(lengths, lengths, (4, 2, 2), is_causal=True)
     for options in (
         {"fused": True},

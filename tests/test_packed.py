@@ -364,8 +364,31 @@ def test_cudnn_plans_packed_calls(gradient: bool, profile: str) -> None:
         )
         assert found.spec is not None
         assert (found.spec.batch, found.spec.seq_q, found.spec.seq_kv) == (4, 128, 256)
-        assert found.spec.tokens_q == (512 if gradient else None)
         assert found.packed
+
+
+@pytest.mark.parametrize(
+    ("dim", "sizes", "bound"),
+    [
+        (64, (4, 128, 256, 512, 512), None),  # half of a padded batch is filled
+        (64, (4, 128, 256, 128, 512), 128),
+        (64, (4, 128, 256, 512, 384), 512),
+        (40, (4, 128, 256, 128, 256), None),  # for a head dimension that takes no bound
+    ],
+)
+def test_the_workspace_of_a_sparse_backward_is_bounded(
+    dim: int, sizes: tuple[int, int, int, int, int], bound: int | None
+) -> None:
+    tensors = [torch.empty(50, h, dim, dtype=torch.float16, device="meta") for h in (4, 2, 2)]
+    given = Given(*tensors, starts_q=CU, starts_kv=CU)
+    found = meta_route(given, sizes, gradient=True)
+    assert found.spec is not None
+    assert (found.spec.tokens_q, found.spec.tokens_kv) == (bound, bound and sizes[4])
+    assert meta_route(given, sizes).spec.tokens_q is None  # type: ignore[union-attr]
+    query = torch.empty(50, 12, dim, dtype=torch.float16)[:, :4]
+    for dense in (True, False):
+        read = packed.prepare(given._replace(query=query), Options(), dense_query=dense).query
+        assert (read is query) != dense
 
 
 def test_sizes_that_plans_are_made_for() -> None:
