@@ -85,7 +85,8 @@ def shared(model: nn.Module, parallel: str, device: torch.device) -> nn.Module:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
 
 
 def batch(args: argparse.Namespace, text: Tensor | None, step: int) -> Tensor:
