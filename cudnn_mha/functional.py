@@ -145,7 +145,9 @@ def cudnn_sdpa(
         query: ``(B, Hq, Sq, Dqk)`` or ``(Hq, Sq, Dqk)``, float16 or bfloat16 on a CUDA device, in
             any memory layout. Nothing is copied unless cuDNN cannot address it: last stride not
             1, or base address or another stride no multiple of 16 bytes. Head dimensions that
-            are no multiple of 8 are padded with zeros, which is exact.
+            are no multiple of 8 are padded with zeros, which is exact. Of a ``DTensor`` batch and
+            heads may be sharded; beside it there are only the arguments of PyTorch's function,
+            ``return_lse``, ``deterministic``, ``workspace_limit`` and ``fallback``.
         key: ``(B, Hk, Skv, Dqk)``.
         value: ``(B, Hv, Skv, Dv)``.
         attn_mask: boolean (True: attend) or additive (float32, float16 or bfloat16, whatever the

@@ -94,7 +94,7 @@ def test_plans_compiled_ahead_serve_both(tmp_path: Path, monkeypatch: pytest.Mon
     if torch.cuda.get_device_name(0) != torch.cuda.get_device_name(1):
         pytest.skip("the two GPUs are of different kinds")
     cases = [on(index, lengths=(104, 152), is_causal=True) for index in (0, 1)]
-    monkeypatch.setenv(config.CACHE_DIR, str(tmp_path))
+    monkeypatch.setenv(config.CACHE_DIR, str(tmp_path / "plans"))
     monkeypatch.setenv(config.LENGTHS, "exact")
     config.reload()
     cudnn_mha.cache_clear()
