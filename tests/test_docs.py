@@ -79,7 +79,9 @@ def test_the_python_of_the_readme_runs() -> None:
         "seq_lens_kv": torch.tensor([20, 32]),
     }
     count = 0
-    for _, code in blocks(README):
+    for why_not, code in blocks(README):
+        if why_not:
+            continue
         code = code.replace('"cuda"', '"cpu"').replace("4096", "64")
         for statement in ast.parse(code).body:
             text = ast.unparse(statement)
