@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import tempfile
 import time
 import traceback
@@ -53,7 +54,9 @@ class Ranks:
                 try:
                     done, answers[rank] = pipe.recv()
                 except EOFError:
-                    done, answers[rank] = False, "the process died"
+                    self._processes[rank].join(5)
+                    code = self._processes[rank].exitcode
+                    done, answers[rank] = False, f"the process died with exit code {code}"
                 if not done:  # others may wait for this one forever
                     self._stop()
                     raise AssertionError(f"rank {rank}: {answers[rank]}")
@@ -96,6 +99,7 @@ class Ranks:
 def _serve(
     rank: int, backend: str, devices: tuple[str, ...], store: Path, pipe: Connection
 ) -> None:
+    faulthandler.enable()  # a rank that crashes says where
     torch.set_num_threads(1)
     global _device
     _device = torch.device(devices[rank])
