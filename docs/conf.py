@@ -21,6 +21,8 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 
+autodoc_mock_imports = ["diffusers", "thunder", "transformers"]
+
 html_theme = "furo"
 html_title = f"cudnn_mha {release}"
 html_show_copyright = False
