@@ -16,9 +16,13 @@ def autoload() -> None:
     if not os.environ.get("TORCH_CUDNN_MHA_ENABLED"):
         return
     try:
-        from cudnn_mha import backend
+        from cudnn_mha import backend, config
 
         backend.enable_from_environment()
+        if config.settings().enabled:
+            from cudnn_mha.integrations.importing import when_imported
+
+            when_imported("transformers.modeling_utils", _register_with_transformers)
     except Exception as error:
         import sys
         import warnings
@@ -31,3 +35,9 @@ def autoload() -> None:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         except RuntimeWarning:  # warnings are errors here, and an error would break the import
             print(message, file=sys.stderr)
+
+
+def _register_with_transformers() -> None:
+    from cudnn_mha.integrations import transformers
+
+    transformers.register()
