@@ -195,7 +195,7 @@ HAZARDS = (
     ),
     Hazard(
         name="score_operations",
-        condition="soft cap or ALiBi by operations of our own on the scores, with masks",
+        condition="soft cap, score_mod or ALiBi by operations of our own on the scores, with masks",
         remedy="always two masks, and no index below 0; beside lengths the call is refused",
         cost="none",
         source=f"{_H200}: one mask alone does not compile; with a negative index all keys are "
@@ -390,9 +390,10 @@ def _score_operations(spec: AttentionSpec, device: Device, version: int) -> Iter
     if not (spec.modified and (spec.lengths or spec.padding)):
         return
     told = "kernels take no lengths there, and read those that are told otherwise wrong"
-    if spec.softcap:
-        message = f"a soft cap is not served beside lengths: {told}; drop the one or the other"
-        yield Reason("score_operations", message, Kind.WRONG)
+    for name, used in (("a soft cap", spec.softcap), ("a score_mod", spec.score_mod)):
+        if used:
+            message = f"{name} is not served beside lengths: {told}; drop the one or the other"
+            yield Reason("score_operations", message, Kind.WRONG)
     if spec.slopes:
         message = "ALiBi is served beside lengths only causal from the top left corner with the "
         message += f"paper's slopes: {told}; make it so, or drop the lengths"

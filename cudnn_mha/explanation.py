@@ -33,6 +33,7 @@ from cudnn_mha.inputs import (
     validate,
     without_data,
 )
+from cudnn_mha.score_mod import ScoreMod
 from cudnn_mha.spec import AttentionSpec
 from cudnn_mha.terms import asks_more, make_terms
 
@@ -123,6 +124,7 @@ def explain(
     alibi_slopes: Tensor | bool | None = None,
     softcap: float | None = None,
     sinks: Tensor | bool | None = None,
+    score_mod: ScoreMod | None = None,
     dtype: torch.dtype = torch.bfloat16,
     mask_dtype: torch.dtype = torch.bool,
     requires_grad: bool | None = None,
@@ -142,7 +144,7 @@ def explain(
         seq_lens_q, seq_lens_kv, alibi_slopes, sinks: a tensor, whose values are not read, or True
             where the call has one. Sinks that are only said to be there are parameters: their
             gradient is wanted where gradients are.
-        causal_alignment, window, alibi, softcap: as for `cudnn_sdpa`.
+        causal_alignment, window, alibi, softcap, score_mod: as for `cudnn_sdpa`.
         dtype: dtype of query, key and value given as shapes.
         mask_dtype: dtype of an attn_mask given as a shape.
         requires_grad: whether gradients are wanted; None asks the tensors.
@@ -165,7 +167,7 @@ def explain(
     operands = given_operands(
         seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv, alibi_slopes=alibi_slopes, sinks=sinks
     )
-    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi)
+    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi, score_mod)
     given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
     asked = Asked(given, operands, dtype, requires_grad, gpu)
     with torch.enable_grad():
@@ -174,7 +176,8 @@ def explain(
         validate(q, k, v, mask, options)
         require_countable(q, k, v, mask, options)
         made = (q, k, v, mask)
-        if not asks_more(causal_alignment, window, softcap, alibi, *operands):
+        modified = score_mod is not None
+        if not asks_more(causal_alignment, window, softcap, alibi, modified, *operands):
             return _explain_ordinary(asked, made, options)
         terms = dataclasses.replace(terms, alibi=alibi or "alibi_slopes" in operands)
         call = asked.call(*made)

@@ -1,7 +1,8 @@
 """Calls that `F.scaled_dot_product_attention` cannot say: from a caller's tensors to plans.
 
-Sequence lengths, windows, the bottom right diagonal, soft caps, ALiBi and sinks, for padded
-batches and for packed ones. What a plan is given is gathered in one map from `Uid` to tensor.
+Sequence lengths, windows, the bottom right diagonal, soft caps, functions on the scores, ALiBi and
+sinks, for padded batches and for packed ones. What a plan is given is gathered in one map from
+`Uid` to tensor.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from cudnn_mha.inputs import (
 )
 from cudnn_mha.padding import zero_gaps, zero_padding
 from cudnn_mha.plan import Plan
+from cudnn_mha.score_mod import on_tensors
 from cudnn_mha.sequences import OFFSETS, Operands, batch_offsets, bucket, ragged
 from cudnn_mha.spec import AttentionSpec, TensorSpec, layout_like
 from cudnn_mha.terms import Terms, paper_slopes
@@ -186,7 +188,7 @@ def validate_operands(given: Given) -> None:
     if query.dim() not in (3, 4):
         raise ValueError(
             f"query, key and value must have 3 or 4 dimensions, got {query.dim()}; others have no "
-            "lengths, windows, alignment, soft caps, slopes or sinks"
+            "lengths, windows, alignment, soft caps, score_mod, slopes or sinks"
         )
     batch = batch_of(*given[:3])
     heads = max(t.shape[-3] for t in given[:3])  # those of the query, or what it broadcasts to
@@ -859,6 +861,7 @@ def _fall_back(
         bottom_right=terms.bottom_right,
         window=terms.window,
         softcap=terms.softcap or None,
+        score_mod=None if terms.score_mod is None else on_tensors(terms.score_mod),
         alibi_slopes=slopes_of(given._replace(query=query), terms),
         sinks=given.sinks,
     )

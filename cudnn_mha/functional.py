@@ -40,6 +40,7 @@ from cudnn_mha.inputs import (
     split,
     validate,
 )
+from cudnn_mha.score_mod import ScoreMod
 from cudnn_mha.terms import make_terms
 
 _PLAIN = {Tensor, Parameter}
@@ -80,6 +81,7 @@ def cudnn_sdpa(
     alibi_slopes: Tensor | None = ...,
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
 ) -> Tensor: ...
 
 
@@ -106,6 +108,7 @@ def cudnn_sdpa(
     alibi_slopes: Tensor | None = ...,
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -131,6 +134,7 @@ def cudnn_sdpa(
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Scaled dot-product attention, computed by cuDNN.
 
@@ -186,6 +190,25 @@ def cudnn_sdpa(
             does. None or 0 for none.
         sinks: ``(Hq,)`` one logit for each head that takes part in softmax and log-sum-exp but
             has no key, as in gpt-oss. May require a gradient.
+        score_mod: a function ``(score, q_index, kv_index)`` that returns the new score, for what
+            no other argument says; see below.
+
+    A ``score_mod`` gets the scores times ``scale``, before soft cap, ALiBi, masks and sinks, and
+    the positions of query and key, counted from 0 whatever ``causal_alignment`` is. Its gradient
+    is derived. A soft cap, and a bias that grows with the logarithm of the distance, are ::
+
+        def cap(score, q_index, kv_index):
+            return 50.0 * torch.tanh(score / 50.0)
+
+        def nearby(score, q_index, kv_index):
+            return score - 0.5 * torch.log(1 + abs(q_index - kv_index))
+
+    It may use ``+ - * /`` with numbers and between values, ``abs``, and ``torch.tanh``,
+    ``sigmoid``, ``exp``, ``log``, ``sqrt``, ``abs``, ``maximum``, ``minimum`` and ``clamp``, 32
+    operations at most. It is called once for every call, with symbols: no comparison, no ``if`` on
+    a value, no tensor. What it builds, numbers included, is compiled into the plan, so functions
+    that build the same share one, and a number that changes with every step costs a plan each
+    time. The result and its derivative have to be finite where keys are hidden, too.
 
     Returns:
         ``(B, Hq, Sq, Dv)`` in the memory order of query; with ``return_lse`` the pair of it and
@@ -204,6 +227,7 @@ def cudnn_sdpa(
         and alibi_slopes is None
         and (softcap is None or softcap == 0)
         and sinks is None
+        and score_mod is None
         and alibi is False
         and causal_alignment == "top_left"
     )
@@ -226,6 +250,7 @@ def cudnn_sdpa(
             window,
             softcap,
             alibi,
+            score_mod,
         )
     if _is_compiling():
         return _traced(
@@ -337,6 +362,7 @@ def _extended(
     window: tuple[int, int] | None,
     softcap: float | None,
     alibi: bool,
+    score_mod: ScoreMod | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A call with arguments that PyTorch's function does not have; compilers leave it as it is."""
     options = make_options(
@@ -349,7 +375,7 @@ def _extended(
         workspace_limit,
         fallback,
     )
-    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi)
+    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi, score_mod)
     return extended.padded(Given(query, key, value, mask, *tensors), options, terms)
 
 

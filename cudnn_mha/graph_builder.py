@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from cudnn_mha import runtime
 from cudnn_mha.devices import Device
+from cudnn_mha.expressions import Expression, capped, derivative, numbers
 from cudnn_mha.spec import AttentionSpec, TensorSpec, dense_stride
 
 
@@ -42,8 +43,6 @@ class Uid(IntEnum):
     MINUS_INFINITY_FIRST = 23
     MINUS_INFINITY_LAST = 24
     SHIFT = 25
-    SOFTCAP = 26
-    SOFTCAP_INVERSE = 27
     GRAD_OUTPUT = 31
     GRAD_QUERY = 32
     GRAD_KEY = 33
@@ -56,7 +55,11 @@ class Uid(IntEnum):
     GRAD_SINKS = 40
 
 
-def operands(spec: AttentionSpec) -> tuple[Uid, ...]:
+FIRST_NUMBER = 100
+"""The id of the first number in the operations on the scores; further ones have those above."""
+
+
+def operands(spec: AttentionSpec) -> tuple[int, ...]:
     """The ids that a graph of ``spec`` takes, in ascending order."""
     backward, lse = spec.backward, spec.lse or spec.backward
     present = {
@@ -84,8 +87,6 @@ def operands(spec: AttentionSpec) -> tuple[Uid, ...]:
         Uid.MINUS_INFINITY_FIRST: _masked(spec),
         Uid.MINUS_INFINITY_LAST: _masked(spec),
         Uid.SHIFT: spec.slopes and _shift(spec) != 0,
-        Uid.SOFTCAP: spec.softcap > 0,
-        Uid.SOFTCAP_INVERSE: spec.softcap > 0,
         Uid.GRAD_OUTPUT: backward,
         Uid.GRAD_QUERY: backward,
         Uid.GRAD_KEY: backward,
@@ -97,7 +98,7 @@ def operands(spec: AttentionSpec) -> tuple[Uid, ...]:
         Uid.OFFSET_GRAD_VALUE: backward and spec.ragged,
         Uid.GRAD_SINKS: spec.grad_sinks,
     }
-    return tuple(uid for uid, used in present.items() if used)
+    return (*(uid for uid, used in present.items() if used), *_numbers(spec).values())
 
 
 def operand_layouts(spec: AttentionSpec) -> dict[Uid, TensorSpec]:
@@ -121,7 +122,8 @@ def operand_layouts(spec: AttentionSpec) -> dict[Uid, TensorSpec]:
         Uid.GRAD_BIAS: spec.grad_bias,
         Uid.GRAD_SINKS: by_head,
     }
-    found = {uid: layouts[uid] for uid in operands(spec) if uid not in constants(spec)}
+    given = [Uid(uid) for uid in operands(spec) if uid not in constants(spec)]
+    found = {uid: layouts[uid] for uid in given}
     return {uid: layout for uid, layout in found.items() if layout is not None}
 
 
@@ -136,9 +138,10 @@ class Constant(NamedTuple):
     value: float
 
 
-def constants(spec: AttentionSpec) -> dict[Uid, Constant]:
+def constants(spec: AttentionSpec) -> dict[int, Constant]:
     """The operands that a plan provides itself, in ascending order of their ids."""
-    found: dict[Uid, Constant] = {}
+    found: dict[int, Constant] = {}
+    uid: int
     if spec.padding and not spec.modified:
         layout = _one_each(spec.batch, "int32")
         found[Uid.SEQ_LEN_Q] = Constant(layout, spec.seq_q)
@@ -151,10 +154,26 @@ def constants(spec: AttentionSpec) -> dict[Uid, Constant]:
             found[uid] = Constant(_one_each(1, "float32"), -math.inf)
     if spec.slopes and _shift(spec):
         found[Uid.SHIFT] = Constant(_one_each(1, "int32"), abs(_shift(spec)))
-    if spec.softcap:
-        found[Uid.SOFTCAP] = Constant(_one_each(1, "float32"), spec.softcap)
-        found[Uid.SOFTCAP_INVERSE] = Constant(_one_each(1, "float32"), 1 / spec.softcap)
+    for value, uid in _numbers(spec).items():
+        found[uid] = Constant(_one_each(1, "float32"), value)
     return found
+
+
+def _expression(spec: AttentionSpec) -> Expression:
+    """What becomes of the scores, but for biases and masks."""
+    expression = "score" if spec.score_mod is None else spec.score_mod
+    return capped(expression, spec.softcap) if spec.softcap else expression
+
+
+def _numbers(spec: AttentionSpec) -> dict[float, int]:
+    """The ids of the numbers in the operations on the scores."""
+    if not spec.modified:
+        return {}
+    expression = _expression(spec)
+    found = list(numbers(expression))
+    if spec.backward:
+        found += numbers(derivative(expression))
+    return {value: FIRST_NUMBER + n for n, value in enumerate(dict.fromkeys(found))}
 
 
 def _told_lengths(spec: AttentionSpec) -> bool:
@@ -230,7 +249,7 @@ class _Nodes:
             compute_data_type=_dtype("float32"),
             **_where(device),
         )
-        self._capped: Any = None
+        self._made: dict[Expression, Any] = {}
         self._inner: Any = None
 
     def build(self) -> Any:
@@ -247,7 +266,8 @@ class _Nodes:
 
         Neither Python nor the frontend's bindings find such a circle, which leads through C++.
         """
-        self.graph = self._capped = None
+        self.graph = None
+        self._made.clear()
         for cell in getattr(getattr(self._inner, "_lower", None), "__closure__", None) or ():
             cell.cell_contents = None
 
@@ -346,7 +366,7 @@ class _Nodes:
         return options
 
     def _modified(self, graph: Any, scores: Any) -> Any:
-        """Soft cap, ALiBi and band on the scores: cuDNN's own masks exclude operations of ours.
+        """The expression, ALiBi and band on the scores: cuDNN's masks exclude operations of ours.
 
         The band always has both of its bounds, the missing one out of reach: with one alone
         cuDNN 9.19 and 9.24 generate code that does not compile.
@@ -354,9 +374,9 @@ class _Nodes:
         spec = self.spec
         self._inner = graph
         constant = {uid: self._tensor(uid, layout) for uid, (layout, _) in constants(spec).items()}
-        if spec.softcap:
-            self._capped = graph.mul(a=scores, b=constant[Uid.SOFTCAP_INVERSE])
-            scores = graph.mul(a=graph.tanh(input=self._capped), b=constant[Uid.SOFTCAP])
+        self._made = {"score": scores}
+        self._made |= {value: constant[uid] for value, uid in _numbers(spec).items()}
+        scores = self._operations(graph, _expression(spec))
         if not (spec.slopes or _masked(spec)):
             return scores
         types = runtime.library().data_type
@@ -398,13 +418,25 @@ class _Nodes:
 
     def _modified_backward(self, graph: Any, gradient: Any) -> Any:
         """The gradient of what `_modified` did; where it masked, the weights are 0 already."""
-        if not self.spec.softcap:
-            return gradient
-        return graph.tanh_backward(loss=gradient, input=self._capped)
+        self._made["gradient"] = gradient
+        return self._operations(graph, derivative(_expression(self.spec)))
 
-    def _tensor(self, uid: Uid, layout: TensorSpec, offset: Uid | None = None) -> Any:
+    def _operations(self, graph: Any, expression: Expression) -> Any:
+        """The tensor of an expression; what is made already, in the forward too, serves again."""
+        if expression not in self._made:
+            if isinstance(expression, tuple):
+                name, *given = expression
+                made = getattr(graph, name)(*(self._operations(graph, each) for each in given))
+            else:
+                axis = 2 if expression == "q_index" else 3
+                made = graph.gen_index(input=self._made["score"], axis=axis)
+                made.set_data_type(runtime.library().data_type.FLOAT)
+            self._made[expression] = made
+        return self._made[expression]
+
+    def _tensor(self, uid: int, layout: TensorSpec, offset: Uid | None = None) -> Any:
         tensor = self.graph.tensor(
-            name=uid.name.lower(),
+            name=Uid(uid).name.lower() if uid < FIRST_NUMBER else f"number_{uid - FIRST_NUMBER}",
             uid=int(uid),
             dim=list(layout.shape),
             stride=list(layout.stride),

@@ -56,17 +56,17 @@ class Plan:
         self._pack = struct.Struct(f"{len(ids)}Q").pack_into
         self._count = len(ids)
         self._constants = self._make_constants()
-        self.takes = tuple(uid for uid in ids if uid not in constants(spec))
+        self.takes = tuple(Uid(uid) for uid in ids if uid not in constants(spec))
         self._own = [(ids.index(uid), t.data_ptr()) for uid, t in self._constants.items()]
         _alive.add(self)
 
-    def _make_constants(self) -> dict[Uid, torch.Tensor]:
+    def _make_constants(self) -> dict[int, torch.Tensor]:
         """The operands that never change, made once."""
         wanted = constants(self.spec)
         if self.device.described or not wanted:
             return {}
 
-        def make() -> dict[Uid, torch.Tensor]:
+        def make() -> dict[int, torch.Tensor]:
             device = f"cuda:{self.device.index}"
             made = {
                 uid: torch.full(layout.shape, value, dtype=_DTYPES[layout.dtype], device=device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     compute_dtype: torch.dtype | None = None,
     dropout_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -38,7 +40,7 @@ def attention(
     For query row ``i`` of query head ``h``, with ``k`` and ``v`` the key and value heads it uses::
 
         d(i, j) = i + shift - j       shift = len_kv - len_q if bottom_right, else 0
-        p[j] = scale * <q[i], k[j]>
+        p[j] = score_mod(scale * <q[i], k[j]>, i, j)
         c[j] = softcap * tanh(p[j] / softcap)         p[j] without a softcap
         s[j] = c[j] + bias[i, j] - alibi_slopes[h] * |d(i, j)|    -inf where key j is hidden
         lse  = log(exp(sinks[h]) + sum_j exp(s[j]))   natural logarithm
@@ -75,6 +77,8 @@ def attention(
         alibi_slopes: ``(Hq,)`` floating point, such as `alibi_slopes` gives.
         sinks: ``(Hq,)`` floating point: logits that take part in every row's softmax but carry
             no value.
+        score_mod: from the scaled products ``(..., Hq, Sq, Skv)`` and the indices ``(Sq, 1)`` and
+            ``(Skv,)`` of queries and keys, which are of their dtype, to what takes their place.
         compute_dtype: dtype of all arithmetic; default float32, or float64 for a float64 query.
             Autocast does not change it; torch's float32 matmul precision settings do apply.
         dropout_mask: boolean, broadcastable like ``attn_mask``, True = keep: used in place of a
@@ -108,6 +112,7 @@ def attention(
         window,
         softcap,
         alibi_slopes,
+        score_mod,
     )
     real_queries, real_keys = scoring.real_queries(), scoring.real_keys()
     key, value = _only(real_keys, key), _only(real_keys, value)
@@ -174,16 +179,18 @@ def gradients(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     compute_dtype: torch.dtype | None = None,
     dropout_mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    r"""Gradients of `attention` from what its forward left, without autograd.
+    r"""Gradients of `attention` from what its forward left; autograd serves a score_mod alone.
 
     With ``p``, ``s`` and ``drop`` as there, and ``w = exp(s - lse)``::
 
         d_value[j] = sum_i w[i, j] * drop[i, j] * d_out[i]
         d_score[i, j] = w[i, j] * (drop[i, j] * <d_out[i], v[j]> - <d_out[i], out[i]>)
-        d_product[i, j] = d_score[i, j] * (1 - tanh(p[i, j] / softcap)^2)
+        d_p[i, j] = d_score[i, j] * (1 - tanh(p[i, j] / softcap)^2)
+        d_product[i, j] = d_p[i, j] * derivative of score_mod
         d_query[i] = scale * sum_j d_product[i, j] * k[j]
         d_key[j] = scale * sum_i d_product[i, j] * q[i]
         d_sink[h] = -sum_i exp(sink[h] - lse[i]) * <d_out[i], out[i]>
@@ -194,7 +201,7 @@ def gradients(
     Args:
         grad_output: ``(..., Hq, Sq, Dv)``.
         query, key, value, attn_mask, dropout_p, is_causal, scale, seq_lens_q, seq_lens_kv,
-            bottom_right, window, softcap, alibi_slopes, sinks, compute_dtype: as there.
+            bottom_right, window, softcap, alibi_slopes, sinks, score_mod, compute_dtype: as there.
         output, lse: what `attention` returned; of padding they are not read.
         dropout_mask: the weights that were kept; needed where dropout_p is above 0.
 
@@ -219,12 +226,18 @@ def gradients(
         window,
         softcap,
         alibi_slopes,
+        score_mod,
     )
     real_queries, real_keys = scoring.real_queries(), scoring.real_keys()
     q, up, out = (_only(real_queries, t).to(dtype) for t in (query, grad_output, output))
     k, v = (_per_query_head(_only(real_keys, t).to(dtype), heads) for t in (key, value))
-    products = (q * scale) @ k.mT
-    scores = scoring.scores(products)
+    modified = products = (q * scale) @ k.mT
+    if score_mod is not None:
+        with torch.enable_grad():
+            products = products.detach().requires_grad_()
+            traced = scoring.modified(products)
+        modified = traced.detach()
+    scores = scoring.biased(modified)
     lse = lse.to(dtype).unsqueeze(-1)
     empty = lse == -math.inf
     if real_queries is not None:
@@ -241,7 +254,9 @@ def gradients(
     grad_scores = weights * (back - along)
     grad_products = grad_scores
     if softcap is not None:
-        grad_products = grad_scores * (1.0 - (products / softcap).tanh().square())
+        grad_products = grad_scores * (1.0 - (modified / softcap).tanh().square())
+    if score_mod is not None:
+        (grad_products,) = torch.autograd.grad(traced, products, grad_products)
     found = (
         scale * (grad_products @ k),
         _per_own_head(scale * (grad_products.mT @ q), key),
@@ -287,7 +302,7 @@ class _Scoring:
         shape: of the scores, ``(..., Hq, Sq, Skv)``.
         device: of the scores.
         attn_mask, is_causal, seq_lens_q, seq_lens_kv, bottom_right, window, softcap,
-            alibi_slopes: as in `attention`.
+            alibi_slopes, score_mod: as in `attention`.
     """
 
     shape: torch.Size
@@ -300,10 +315,22 @@ class _Scoring:
     window: tuple[int, int] | None
     softcap: float | None
     alibi_slopes: Tensor | None
+    score_mod: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def scores(self, products: Tensor) -> Tensor:
-        """The scaled products, capped, biased, and -inf where the key is hidden."""
-        scores = products
+        """The scaled products, modified, capped, biased, and -inf where the key is hidden."""
+        return self.biased(self.modified(products))
+
+    def modified(self, products: Tensor) -> Tensor:
+        """The scaled products as the callback leaves them."""
+        if self.score_mod is None:
+            return products
+        rows = torch.arange(self.shape[-2], dtype=products.dtype, device=self.device)
+        columns = torch.arange(self.shape[-1], dtype=products.dtype, device=self.device)
+        return self.score_mod(products, rows[:, None], columns)
+
+    def biased(self, scores: Tensor) -> Tensor:
+        """Modified products, capped, biased, and -inf where the key is hidden."""
         if self.softcap is not None:
             scores = self.softcap * (scores / self.softcap).tanh()
         bias = self.attn_mask

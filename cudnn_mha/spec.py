@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, NamedTuple
 
+from cudnn_mha.expressions import Expression, from_lists, text, to_lists
+
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
@@ -65,6 +67,7 @@ class AttentionSpec:
         bottom_right: the diagonal ends in the last query and the last key, not starts in the
             first ones; with lengths, those of each sequence.
         softcap: c where scores s become c * tanh(s / c) before all masks, 0 for none.
+        score_mod: what scaled scores become before the soft cap, None where they stay.
         alibi: the paper's slopes by cuDNN's own mask; causal and top-left only.
         slopes: slopes of ALiBi are an operand, ``(1, Hq, 1, 1)`` float32.
         sinks: a logit without a key for each query head is an operand, ``(1, Hq, 1, 1)`` float32.
@@ -108,6 +111,7 @@ class AttentionSpec:
     right: int | None = None
     bottom_right: bool = False
     softcap: float = 0.0
+    score_mod: Expression | None = None
     alibi: bool = False
     slopes: bool = False
     sinks: bool = False
@@ -134,6 +138,8 @@ class AttentionSpec:
             if isinstance(value, TensorSpec):
                 shape, stride, dtype = value
                 found[each.name] = {"shape": [*shape], "stride": [*stride], "dtype": dtype}
+            elif each.name == "score_mod" and value is not None:
+                found[each.name] = to_lists(value)
             elif each.init and each.name != "direction" and value != each.default:
                 found[each.name] = value
         return found
@@ -152,6 +158,8 @@ class AttentionSpec:
                 if isinstance(value, Mapping):
                     shape, stride = (tuple(map(int, value[k])) for k in ("shape", "stride"))
                     given[name] = TensorSpec(shape, stride, str(value["dtype"]))
+                elif name == "score_mod":
+                    given[name] = from_lists(value)
             return cls(direction, **given)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no attention spec ({error!r}): {data!r}") from error
@@ -201,7 +209,7 @@ class AttentionSpec:
     @property
     def modified(self) -> bool:
         """Whether the scores go through operations of our own, which then also mask them."""
-        return self.softcap > 0 or self.slopes
+        return self.softcap > 0 or self.score_mod is not None or self.slopes
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -223,6 +231,8 @@ class AttentionSpec:
         ]
         if self.softcap:
             parts.append(f"softcap={self.softcap:g}")
+        if self.score_mod is not None:
+            parts.append(f"score_mod={text(self.score_mod)}")
         if self.page_table is not None:
             parts.append(f"page_table={self.page_table}")
         parts += [name for name in _FLAGS if getattr(self, name)]

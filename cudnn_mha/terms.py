@@ -6,6 +6,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from cudnn_mha.expressions import Expression
+from cudnn_mha.score_mod import ScoreMod, trace
 from cudnn_mha.spec import AttentionSpec
 
 FAR = 2**31 - 1
@@ -28,6 +30,7 @@ class Terms:
             each sequence where there are lengths; else it starts in the top left corner.
         softcap: scores s become ``softcap * tanh(s / softcap)``; 0 leaves them.
         alibi: the scores are biased by the distance from the diagonal.
+        score_mod: what the scores become before all of that, None where they stay.
     """
 
     left: int | None = None
@@ -35,6 +38,7 @@ class Terms:
     bottom_right: bool = False
     softcap: float = 0.0
     alibi: bool = False
+    score_mod: Expression | None = None
 
     @property
     def window(self) -> tuple[int, int]:
@@ -66,7 +70,7 @@ class Terms:
 
     def _cudnns_alibi(self, own_slopes: bool) -> bool:
         """Whether cuDNN's mask has it: that knows the paper's slopes, and no key to the right."""
-        plain = self.alibi and own_slopes and not self.softcap
+        plain = self.alibi and own_slopes and not self.softcap and self.score_mod is None
         return plain and self.right == 0 and not self.bottom_right
 
     def applied(self, spec: AttentionSpec, *, slopes: bool) -> AttentionSpec:
@@ -84,6 +88,7 @@ class Terms:
             right=self.right or None,
             bottom_right=self.bottom_right,
             softcap=self.softcap,
+            score_mod=self.score_mod,
             alibi=own,
             slopes=self.alibi and not own,
         )
@@ -95,6 +100,7 @@ def make_terms(
     window: tuple[int, int] | None,
     softcap: float | None,
     alibi: bool,
+    score_mod: ScoreMod | None = None,
 ) -> Terms:
     """The terms that a caller's arguments mean.
 
@@ -115,7 +121,14 @@ def make_terms(
             raise TypeError(f"softcap must be a number or None, got {softcap!r}")
         if not 0 <= softcap < math.inf:
             raise ValueError(f"softcap must be positive, or None or 0 for none, got {softcap}")
-    return Terms(left, right, causal_alignment == "bottom_right", float(softcap or 0), alibi)
+    return Terms(
+        left,
+        right,
+        causal_alignment == "bottom_right",
+        float(softcap or 0),
+        alibi,
+        None if score_mod is None else trace(score_mod),
+    )
 
 
 def asks_more(
@@ -129,7 +142,7 @@ def asks_more(
 
     Args:
         causal_alignment, window, softcap, alibi: as for `cudnn_sdpa`.
-        operands: lengths, slopes and sinks, each false where the call has none.
+        operands: lengths, slopes, sinks and so on, each false where the call has none.
     """
     bounded = window is not None and window != (-1, -1)
     capped = softcap is not None and softcap != 0

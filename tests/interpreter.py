@@ -22,6 +22,7 @@ from cudnn_mha.cache import Slot
 from cudnn_mha.checks import Reason
 from cudnn_mha.devices import Device
 from cudnn_mha.dispatch import Decisions
+from cudnn_mha.expressions import Expression
 from cudnn_mha.graph_builder import Uid, constants, lse_layout, operands
 from cudnn_mha.spec import AttentionSpec, TensorSpec
 from cudnn_mha.terms import paper_slopes
@@ -48,7 +49,7 @@ class Machine:
     ) -> tuple[Slot, tuple[Reason, ...]]:
         assert device == self.device
         self.specs.append(spec)
-        takes = tuple(uid for uid in operands(spec) if uid not in constants(spec))
+        takes = tuple(Uid(uid) for uid in operands(spec) if uid not in constants(spec))
         plan: Any = SimpleNamespace(spec=spec, takes=takes)
         return Slot(plan), ()
 
@@ -107,6 +108,23 @@ def _lengths(spec: AttentionSpec, memory: dict[Uid, int]) -> tuple[list[int], li
     sides = (Uid.SEQ_LEN_Q, Uid.SEQ_LEN_KV)
     found_q, found_kv = (_numbers(memory[uid], batch, "int32") for uid in sides)
     return found_q, found_kv
+
+
+def evaluated(expression: Expression, known: dict[str, Tensor]) -> Tensor:
+    """An expression on scores, indices and, in a derivative, the gradient."""
+    if isinstance(expression, str):
+        return known[expression]
+    if isinstance(expression, float):
+        return torch.tensor(expression, dtype=known["score"].dtype)
+    name, *operands = expression
+    operation = getattr(torch, {"max": "maximum", "min": "minimum"}.get(name, name))
+    result: Tensor = operation(*(evaluated(operand, known) for operand in operands))
+    return result
+
+
+def computed(expression: Expression) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The function on tensors that an expression stands for."""
+    return lambda s, q, kv: evaluated(expression, {"score": s, "q_index": q, "kv_index": kv})
 
 
 def interpret(spec: AttentionSpec, memory: dict[Uid, int]) -> None:
@@ -190,6 +208,7 @@ class _Sequence:
                 -1 if spec.right is None else spec.right,
             ),
             "softcap": spec.softcap or None,
+            "score_mod": None if spec.score_mod is None else computed(spec.score_mod),
             "alibi_slopes": self.slopes,
             "sinks": self.sinks,
         }

@@ -390,6 +390,7 @@ CHANGES: dict[str, list[Any]] = {
     "right": [0, 5],
     "bottom_right": [True],
     "softcap": [0.5, 30.0],
+    "score_mod": [("neg", "score"), ("mul", "score", 0.5), ("mul", "score", 0.25)],
     "alibi": [True],
     "slopes": [True],
     "sinks": [True],

@@ -286,7 +286,7 @@ REASONS: list[tuple[str, Kind, int, AttentionSpec, list[str]]] = [
             dataclasses.replace(attention(), lengths=True, **fields),
             ["beside lengths", "read those that are told otherwise wrong"],
         )
-        for fields in ({"softcap": 5.0}, {"slopes": True})
+        for fields in ({"softcap": 5.0}, {"score_mod": ("neg", "score")}, {"slopes": True})
     ),
     (
         "page_size",

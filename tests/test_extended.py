@@ -33,7 +33,7 @@ from cudnn_mha.inputs import Options, Outline
 from cudnn_mha.spec import AttentionSpec
 from cudnn_mha.terms import Terms, make_terms
 from tests import interpreter
-from tests.support import BHSD, BSHD, attention, refusal
+from tests.support import BHSD, BSHD, PROFILES, attention, refusal
 
 B, H, SQ, SKV, D = 3, 4, 5, 7, 8
 
@@ -441,16 +441,14 @@ def test_what_every_gpu_serves(name: str, gradient: bool, profile: str) -> None:
 
 
 @pytest.mark.usefixtures("proposals")
-@pytest.mark.parametrize("profile", GPUS)
+@pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("terms", [Terms(softcap=30.0), Terms(9, 0, softcap=30.0)])
-def test_soft_caps_are_served_where_cudnn_has_them(
+def test_soft_caps_are_served_but_beside_lengths(
     terms: Terms, gradient: bool, profile: str
 ) -> None:
-    """Their backward not on sm_80, and beside lengths nowhere."""
     found = route(profile, gradient=gradient, terms=terms)
-    refused = gradient and profile == "a100-sxm-80gb"
-    assert [reason.rule for reason in found.reasons] == (["cudnn"] if refused else [])
+    assert found.reasons == ()
     found = route(profile, gradient=gradient, terms=terms, lengths_kv=SLEN)
     assert [reason.rule for reason in found.reasons] == ["score_operations"]
 

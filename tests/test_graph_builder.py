@@ -14,6 +14,7 @@ from torch import Tensor
 from cudnn_mha import devices, reference, runtime
 from cudnn_mha.checks import check, remedied
 from cudnn_mha.graph_builder import (
+    FIRST_NUMBER,
     Uid,
     _Nodes,
     build_graph,
@@ -66,7 +67,7 @@ SPECS |= {f"backward-{k}": attention(BACKWARD, **SIZES, **v) for k, v in BACKWAR
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 
 
-def layouts_in(graph: Any) -> dict[Uid, TensorSpec]:
+def layouts_in(graph: Any) -> dict[int, TensorSpec]:
     """Every tensor of the graph that has memory, by id."""
     names = {
         "data_type.HALF": "float16",
@@ -76,7 +77,7 @@ def layouts_in(graph: Any) -> dict[Uid, TensorSpec]:
         "data_type.INT64": "int64",
     }
     return {
-        Uid(t["uid"]): TensorSpec(tuple(t["dim"]), tuple(t["stride"]), names[str(t["dtype"])])
+        t["uid"]: TensorSpec(tuple(t["dim"]), tuple(t["stride"]), names[str(t["dtype"])])
         for t in graph.inspect()["tensors"].values()
         if not t["is_virtual"]
     }
@@ -253,13 +254,20 @@ ONE_INT = ONE._replace(dtype="int32")
 LENGTHS = TensorSpec((2, 1, 1, 1), (1, 1, 1, 1), "int32")
 OFFSETS = TensorSpec((3, 1, 1, 1), (1, 1, 1, 1), "int64")
 TABLE = TensorSpec((2, 1, 4, 1), (4, 4, 1, 1), "int32")
-TELLS: dict[str, tuple[dict[str, Any], dict[Uid, TensorSpec]]] = {
+FIRST, SECOND = FIRST_NUMBER, FIRST_NUMBER + 1
+RISING: Any = ("add", "score", ("mul", "kv_index", 0.5))
+TELLS: dict[str, tuple[dict[str, Any], dict[int, TensorSpec]]] = {
     "window": ({"left": 3, "right": 5}, {}),
     "bottom right": ({"causal": True, "bottom_right": True}, {}),
     "alibi": ({"alibi": True, "causal": True}, {}),
     "sinks": ({"sinks": True}, {Uid.SINKS: BY_HEAD}),
     "lengths": ({"lengths": True}, {Uid.SEQ_LEN_Q: LENGTHS, Uid.SEQ_LEN_KV: LENGTHS}),
-    "softcap": ({"softcap": 5.0}, {Uid.SOFTCAP: ONE, Uid.SOFTCAP_INVERSE: ONE}),
+    "softcap": ({"softcap": 5.0}, {FIRST: ONE, SECOND: ONE}),
+    "score mod": ({"score_mod": RISING}, {FIRST: ONE}),
+    "capped score mod": (
+        {"score_mod": RISING, "softcap": 0.5},  # of which 0.5 serves both
+        {FIRST: ONE, SECOND: ONE},
+    ),
     "slopes": ({"slopes": True}, {Uid.SLOPES: BY_HEAD}),
     "bottom right slopes": (
         {"slopes": True, "bottom_right": True},
@@ -268,8 +276,8 @@ TELLS: dict[str, tuple[dict[str, Any], dict[Uid, TensorSpec]]] = {
     "banded softcap": (
         {"softcap": 5.0, "left": 3, "causal": True},
         {
-            Uid.SOFTCAP: ONE,
-            Uid.SOFTCAP_INVERSE: ONE,
+            FIRST: ONE,
+            SECOND: ONE,
             Uid.FIRST: ONE_INT,
             Uid.MINUS_INFINITY_FIRST: ONE,
             Uid.MINUS_INFINITY_LAST: ONE,
@@ -297,7 +305,7 @@ def test_operands_of_every_feature(direction: Direction, name: str) -> None:
         more = {}
     want = sorted({*operands(plain), *more})
     assert list(operands(spec)) == want
-    assert [Uid(uid) for uid in lowered._get_variant_pack_uids_sorted()] == want
+    assert list(lowered._get_variant_pack_uids_sorted()) == want
     found = {uid: layout for uid, (layout, _) in constants(spec).items()}
     assert found == {uid: more[uid] for uid in found}
     given = [uid for uid in more if uid not in found]
@@ -321,13 +329,21 @@ def test_the_gradient_of_sinks_takes_them() -> None:
 
 
 def test_constants_have_the_values_of_the_spec() -> None:
-    def values(**fields: Any) -> dict[str, float]:
-        found = constants(featured(FORWARD, **fields))
-        return {uid.name: value for uid, (_, value) in found.items()}
+    def values(direction: Direction = FORWARD, **fields: Any) -> dict[str | int, float]:
+        found = constants(featured(direction, **fields))
+        numbers = FIRST_NUMBER
+        return {
+            Uid(uid).name if uid < numbers else uid - numbers: value
+            for uid, (_, value) in found.items()
+        }
 
     assert values() == values(lengths=True) == values(causal=True) == {}
     assert values(padding=True) == {"SEQ_LEN_Q": 128, "SEQ_LEN_KV": 256}
-    assert values(softcap=4.0) == {"SOFTCAP": 4.0, "SOFTCAP_INVERSE": 0.25}
+    assert values(softcap=4.0) == values(BACKWARD, softcap=4.0) == {0: 0.25, 1: 4.0}
+    assert values(score_mod=RISING, softcap=0.5) == {0: 0.5, 1: 2.0}
+    cubed: Any = ("mul", ("mul", ("abs", "score"), "score"), 3.0)
+    assert values(score_mod=cubed) == {0: 3.0}
+    assert values(BACKWARD, score_mod=cubed) == {0: 3.0, 1: 2.0**-120}
     infinite = {"MINUS_INFINITY_FIRST": -math.inf, "MINUS_INFINITY_LAST": -math.inf}
     band: dict[str, Any] = {"slopes": True, "left": 3, "right": 5}
     assert values(**band) == {"FIRST": 3, "LAST": 5} | infinite
@@ -337,7 +353,7 @@ def test_constants_have_the_values_of_the_spec() -> None:
 def test_ragged_tensors_know_their_offsets() -> None:
     spec = ragged(attention(BACKWARD, **SIZES, order=BSHD), 128, 256)
     found = layouts_in(build_graph(spec, H200))
-    offsets = {uid for uid in found if uid.name.startswith("OFFSET")}
+    offsets = {uid for uid in found if Uid(uid).name.startswith("OFFSET")}
     assert offsets == {uid for uid in Uid if uid.name.startswith("OFFSET")}
     assert {found[uid] for uid in offsets} == {OFFSETS}
     assert found[Uid.LSE] == TensorSpec((2, 4, 128, 1), (512, 1, 4, 1), "float32")
@@ -370,23 +386,12 @@ def test_bands_are_counted_with_the_diagonal_on_the_left() -> None:
     assert params["use_alibi_mask"] is True
 
 
-REFUSED = {
-    (BACKWARD, "softcap", "a100-sxm-80gb"),
-    (BACKWARD, "banded softcap", "a100-sxm-80gb"),
-    (BACKWARD, "softcap and lengths", "a100-sxm-80gb"),
-}
-"""What cuDNN 9.19 and 9.24 have no engine for."""
-
-
-@pytest.mark.parametrize("profile", ["h200", "a100-sxm-80gb", "b200"])
+@pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("name", TELLS)
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 def test_what_cudnn_plans(direction: Direction, name: str, profile: str) -> None:
-    words = refusal(featured(direction, **TELLS[name][0]), devices.described(profile))
-    if (direction, name, profile) in REFUSED:
-        assert words is not None and "No valid engine configs" in words
-    else:
-        assert words is None
+    spec = featured(direction, **TELLS[name][0])
+    assert refusal(spec, devices.described(profile)) is None
 
 
 # ------------------------------------------- operations on the scores, by a graph that computes
@@ -400,6 +405,8 @@ class Number:
 
     def set_data_type(self, dtype: Any) -> Number:
         """What is an index in the graph is one here: cuDNN's are unsigned."""
+        if dtype == runtime.library().data_type.FLOAT:
+            self.value = self.value.float()
         if dtype == runtime.library().data_type.INT32:
             assert not self.value.is_floating_point()
             assert (self.value >= 0).all() and (self.value < 2**31).all()
@@ -412,8 +419,18 @@ class Computing:
     def mul(self, a: Number, b: Number) -> Number:
         return Number(a.value * b.value)
 
+    def div(self, a: Number, b: Number) -> Number:
+        assert b.value.dim() == a.value.dim()
+        return Number(a.value / b.value)
+
+    def max(self, input0: Number, input1: Number) -> Number:
+        return Number(torch.maximum(input0.value, input1.value))
+
     def tanh(self, input: Number) -> Number:
         return Number(input.value.tanh())
+
+    def neg(self, input: Number) -> Number:
+        return Number(-input.value)
 
     def gen_index(self, input: Number, axis: int) -> Number:
         shape = [1, 1, 1, 1]
@@ -439,8 +456,10 @@ class Computing:
         return Number(torch.where(mask.value, input0.value, input1.value))
 
 
-def modified(spec: AttentionSpec, scores: Tensor, given: dict[Uid, Tensor]) -> Tensor:
-    """What the graph of ``spec`` makes of scaled scores."""
+def modified(
+    spec: AttentionSpec, scores: Tensor, given: dict[int, Tensor], gradient: Tensor | None = None
+) -> Tensor:
+    """What the graph of ``spec`` makes of scaled scores, or of the gradient that arrives there."""
     nodes: Any = object.__new__(_Nodes)
     nodes.spec = spec
     known = dict(given)
@@ -448,19 +467,30 @@ def modified(spec: AttentionSpec, scores: Tensor, given: dict[Uid, Tensor]) -> T
         known[uid] = torch.full(layout.shape, value, dtype=getattr(torch, layout.dtype))
     used = set()
 
-    def tensor_of(uid: Uid, layout: TensorSpec) -> Number:
+    def tensor_of(uid: int, layout: TensorSpec) -> Number:
         used.add(uid)
         assert tuple(known[uid].shape) == layout.shape
         return Number(known[uid])
 
     nodes._tensor = tensor_of
-    result: Tensor = nodes._modified(Computing(), Number(scores)).value
+    result: Number = nodes._modified(Computing(), Number(scores))
+    if gradient is not None:
+        result = nodes._modified_backward(Computing(), Number(gradient))
     assert used == set(known)
-    return result
+    return result.value
 
 
 @pytest.mark.parametrize("bottom_right", [False, True])
-@pytest.mark.parametrize("fields", [{"softcap": 2.0}, {"slopes": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"softcap": 2.0},
+        {"slopes": True},
+        {"score_mod": RISING},
+        {"score_mod": RISING, "softcap": 3.0},
+    ],
+    ids=str,
+)
 def test_scores_are_modified_as_defined(fields: dict[str, Any], bottom_right: bool) -> None:
     torch.manual_seed(0)
     for seq_q, seq_kv in ((3, 5), (5, 3), (4, 4), (1, 3)):
@@ -469,7 +499,7 @@ def test_scores_are_modified_as_defined(fields: dict[str, Any], bottom_right: bo
             band["bottom_right"] = bottom_right
             spec = attention(lengths=(seq_q, seq_kv), **fields, **band)
             products = torch.randn(2, 4, seq_q, seq_kv)
-            given: dict[Uid, Tensor] = {}
+            given: dict[int, Tensor] = {}
             slopes = torch.rand(4)
             if spec.slopes:
                 given[Uid.SLOPES] = slopes.view(1, 4, 1, 1)
@@ -485,6 +515,23 @@ def test_scores_are_modified_as_defined(fields: dict[str, Any], bottom_right: bo
                 (-1 if left is None else left, -1 if right is None else right),
                 spec.softcap or None,
                 slopes if spec.slopes else None,
+                (lambda score, q, kv: score + 0.5 * kv) if spec.score_mod else None,
             )
             want = scoring.scores(products)
             torch.testing.assert_close(got, want, msg=f"{seq_q} {seq_kv} {band}")
+
+
+def test_gradients_of_scores_go_back_through_the_operations() -> None:
+    torch.manual_seed(0)
+    squared: Any = ("mul", ("tanh", "score"), ("add", ("abs", "score"), ("mul", "q_index", 0.5)))
+
+    def softened(score: Tensor) -> Tensor:
+        rows = torch.arange(5)[:, None]
+        return 3 * torch.tanh(score.tanh() * (score.abs() + 0.5 * rows) / 3)
+
+    spec = attention(BACKWARD, lengths=(5, 7), score_mod=squared, softcap=3.0, causal=True)
+    products, upstream = torch.randn(2, 2, 4, 5, 7).unbind()
+    got = modified(spec, products, {}, upstream)
+    leaf = products.clone().requires_grad_()
+    (want,) = torch.autograd.grad(softened(leaf), leaf, upstream)
+    torch.testing.assert_close(got, want)

@@ -209,6 +209,7 @@ FIELDS: dict[str, Any] = {
     "right": 5,
     "bottom_right": True,
     "softcap": 2.5,
+    "score_mod": ("add", ("mul", "score", 2.5), ("log", ("abs", "q_index"))),
     "alibi": True,
     "slopes": True,
     "sinks": True,

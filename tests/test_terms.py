@@ -125,6 +125,12 @@ APPLIED: list[tuple[Terms, bool, dict[str, Any]]] = [
     (Terms(3, 0), False, {"causal": True, "left": 3}),
     (Terms(0, 2, True), False, {"left": 0, "right": 2, "bottom_right": True}),
     (Terms(softcap=5.0), False, {"softcap": 5.0}),
+    (Terms(score_mod=("neg", "score")), False, {"score_mod": ("neg", "score")}),
+    (
+        Terms(None, 0, alibi=True, score_mod=("neg", "score")),
+        False,
+        {"causal": True, "score_mod": ("neg", "score"), "slopes": True},
+    ),
     (Terms(None, 0, alibi=True), False, {"causal": True, "alibi": True}),
     (Terms(2, 0, alibi=True), False, {"causal": True, "left": 2, "alibi": True}),
     # cuDNN's own mask has neither slopes of the caller's, nor a key to the right, nor a cap.
@@ -149,7 +155,7 @@ def test_terms_in_a_spec(terms: Terms, slopes: bool, fields: dict[str, Any]) -> 
     spec = attention(lse=True)
     applied = terms.applied(spec, slopes=slopes)
     assert applied == dataclasses.replace(spec, **fields)
-    assert applied.modified == bool({"softcap", "slopes"} & fields.keys())
+    assert applied.modified == bool({"softcap", "score_mod", "slopes"} & fields.keys())
     assert applied.banded == bool({"causal", "left", "right"} & fields.keys())
 
 
