@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 Expression = str | float | tuple[Any, ...]
@@ -38,6 +38,23 @@ OPERANDS = {
 def capped(expression: Expression, softcap: float) -> Expression:
     """``softcap * tanh(expression / softcap)``."""
     return ("mul", ("tanh", ("mul", expression, 1 / softcap)), softcap)
+
+
+def within(expression: Expression, lengths: Mapping[str, int]) -> Expression:
+    """The expression with the last index of these lengths in place of every one beyond."""
+    if isinstance(expression, tuple):
+        return (expression[0], *(within(operand, lengths) for operand in expression[1:]))
+    if isinstance(expression, str) and expression in lengths:
+        return ("min", expression, lengths[expression] - 1.0)
+    return expression
+
+
+def far_below(expression: Expression, lengths: Mapping[str, int]) -> Expression:
+    """The expression, but the less the further an index lies beyond these lengths."""
+    for index, length in lengths.items():
+        inside = ("mul", ("add", ("neg", index), length - 0.5), 1e30)
+        expression = ("min", expression, inside)
+    return expression
 
 
 def numbers(expression: Expression) -> Iterator[float]:

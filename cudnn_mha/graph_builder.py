@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from cudnn_mha import runtime
 from cudnn_mha.devices import Device
-from cudnn_mha.expressions import Expression, capped, derivative, numbers
+from cudnn_mha.expressions import Expression, capped, derivative, far_below, numbers, within
 from cudnn_mha.spec import AttentionSpec, TensorSpec, dense_stride
 
 
@@ -127,6 +127,9 @@ def operand_layouts(spec: AttentionSpec) -> dict[Uid, TensorSpec]:
     return {uid: layout for uid, layout in found.items() if layout is not None}
 
 
+TILE = 128
+"""Queries and keys that kernels compute at once, or a multiple of that."""
+
 FAR = 2**29
 """A distance from the diagonal that no key has."""
 
@@ -160,19 +163,39 @@ def constants(spec: AttentionSpec) -> dict[int, Constant]:
 
 
 def _expression(spec: AttentionSpec) -> Expression:
-    """What becomes of the scores, but for biases and masks."""
-    expression = "score" if spec.score_mod is None else spec.score_mod
+    """What becomes of the scores, but for biases and masks.
+
+    Kernels compute tiles of queries and keys, so indices beyond the last ones are kept off.
+    """
+    expression = "score" if spec.score_mod is None else within(spec.score_mod, _torn(spec))
     return capped(expression, spec.softcap) if spec.softcap else expression
+
+
+def _torn(spec: AttentionSpec) -> dict[str, int]:
+    """The lengths, by the names of their indices, of which the last tile holds more."""
+    lengths = {"q_index": spec.seq_q, "kv_index": spec.seq_kv}
+    return {index: length for index, length in lengths.items() if length % TILE}
+
+
+def _recomputed(spec: AttentionSpec) -> Expression:
+    """The expression as a graph of this direction has it.
+
+    Backward kernels multiply weights that lie beyond the last query and key by 0: they must be
+    finite, which a score of 0 among very low ones is not.
+    """
+    expression = _expression(spec)
+    if spec.backward and spec.score_mod is not None:
+        return far_below(expression, _torn(spec))
+    return expression
 
 
 def _numbers(spec: AttentionSpec) -> dict[float, int]:
     """The ids of the numbers in the operations on the scores."""
     if not spec.modified:
         return {}
-    expression = _expression(spec)
-    found = list(numbers(expression))
+    found = list(numbers(_recomputed(spec)))
     if spec.backward:
-        found += numbers(derivative(expression))
+        found += numbers(derivative(_expression(spec)))
     return {value: FIRST_NUMBER + n for n, value in enumerate(dict.fromkeys(found))}
 
 
@@ -376,7 +399,7 @@ class _Nodes:
         constant = {uid: self._tensor(uid, layout) for uid, (layout, _) in constants(spec).items()}
         self._made = {"score": scores}
         self._made |= {value: constant[uid] for value, uid in _numbers(spec).items()}
-        scores = self._operations(graph, _expression(spec))
+        scores = self._operations(graph, _recomputed(spec))
         if not (spec.slopes or _masked(spec)):
             return scores
         types = runtime.library().data_type

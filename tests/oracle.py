@@ -74,7 +74,7 @@ class Call:
         """The options as the reference has them."""
         o = dict(self.options)
         kept = ("is_causal", "scale", "seq_lens_q", "seq_lens_kv", "window", "softcap")
-        found = {k: o[k] for k in (*kept, "alibi_slopes") if k in o}
+        found = {k: o[k] for k in (*kept, "alibi_slopes", "score_mod") if k in o}
         if o.get("causal_alignment") == "bottom_right":
             found["bottom_right"] = True
         if o.get("alibi"):
@@ -141,6 +141,18 @@ def _repeat(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], -3)
 
 
+def _slope(products: Tensor, options: dict[str, Any]) -> Tensor:
+    """By how much the scores change with the scaled products, before masks."""
+    rows, columns = (torch.arange(n, device=products.device).double() for n in products.shape[-2:])
+    scores = leaf = products.clone().requires_grad_()
+    if options.get("score_mod"):
+        scores = options["score_mod"](scores, rows[:, None], columns)
+    if options.get("softcap"):
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    (slope,) = torch.autograd.grad(scores.sum(), leaf)
+    return slope
+
+
 def floors(call: Call, *, gradients: bool = True) -> Results:
     """Norm of the error that rounding P, dS and O to the dtype of the call explains."""
     query, key, value = (
@@ -171,9 +183,9 @@ def floors(call: Call, *, gradients: bool = True) -> Results:
     upstream = call.grad_output.double().nan_to_num()
     inner = upstream @ per_value.mT
     score = weights * (inner - (upstream * output).sum(-1, keepdim=True))
-    if call.options.get("softcap"):
-        capped = torch.tanh(scale * query @ per_key.mT / call.options["softcap"])
-        score, weights = score * (1 - capped**2), weights * (1 - capped**2)
+    if call.options.get("softcap") or call.options.get("score_mod"):
+        slope = _slope(scale * query @ per_key.mT, call.options)
+        score, weights = score * slope, weights * slope
     # A rounded output shifts the score gradients of its whole row the same way.
     error_of_output = output.square() + weights.square() @ per_value.square()
     shift = (upstream.square() * error_of_output).sum(-1, keepdim=True).sqrt()

@@ -344,6 +344,9 @@ def test_constants_have_the_values_of_the_spec() -> None:
     cubed: Any = ("mul", ("mul", ("abs", "score"), "score"), 3.0)
     assert values(score_mod=cubed) == {0: 3.0}
     assert values(BACKWARD, score_mod=cubed) == {0: 3.0, 1: 2.0**-120}
+    torn = featured(BACKWARD, score_mod=RISING, query=tensor((2, 4, 5, 64)))
+    numbers = [value for uid, (_, value) in constants(torn).items() if uid >= FIRST_NUMBER]
+    assert numbers == [0.5, 4.5, 1e30]
     infinite = {"MINUS_INFINITY_FIRST": -math.inf, "MINUS_INFINITY_LAST": -math.inf}
     band: dict[str, Any] = {"slopes": True, "left": 3, "right": 5}
     assert values(**band) == {"FIRST": 3, "LAST": 5} | infinite
@@ -426,8 +429,14 @@ class Computing:
     def max(self, input0: Number, input1: Number) -> Number:
         return Number(torch.maximum(input0.value, input1.value))
 
+    def min(self, input0: Number, input1: Number) -> Number:
+        return Number(torch.minimum(input0.value, input1.value))
+
     def tanh(self, input: Number) -> Number:
         return Number(input.value.tanh())
+
+    def log(self, input: Number) -> Number:
+        return Number(input.value.log())
 
     def neg(self, input: Number) -> Number:
         return Number(-input.value)
@@ -535,3 +544,21 @@ def test_gradients_of_scores_go_back_through_the_operations() -> None:
     leaf = products.clone().requires_grad_()
     (want,) = torch.autograd.grad(softened(leaf), leaf, upstream)
     torch.testing.assert_close(got, want)
+
+
+def test_what_lies_beyond_the_last_query_and_key_is_finite_and_weighs_nothing() -> None:
+    """As kernels see it, whose tiles are larger than the scores."""
+    log: Any = ("log", ("add", ("neg", "kv_index"), 7.0))
+    of_q: Any = ("log", ("add", ("neg", "q_index"), 5.0))
+    mod: Any = ("mul", ("add", "score", -100.0), ("add", ("mul", log, of_q), 1.0))
+    spec = attention(BACKWARD, lengths=(5, 7), score_mod=mod)
+    tile, upstream = torch.zeros(2, 4, 8, 16), torch.ones(2, 4, 8, 16)
+    scores, gradient = modified(spec, tile, {}), modified(spec, tile, {}, upstream)
+    beyond = torch.ones(8, 16, dtype=torch.bool)
+    beyond[:5, :7] = False
+    assert (scores[..., beyond] < -1e29).all()
+    assert gradient.isfinite().all()
+    rows, columns = torch.arange(5.0)[:, None], torch.arange(7.0)
+    slope = torch.log(7 - columns) * torch.log(5 - rows) + 1
+    torch.testing.assert_close(scores[0, 0, :5, :7], -100 * slope)
+    torch.testing.assert_close(gradient[0, 0, :5, :7], slope)

@@ -311,7 +311,7 @@ def test_a_fresh_process_loads_what_another_compiled(tmp_path: Path) -> None:
 
 UNTOUCHED = """
 from cudnn_mha import devices
-from cudnn_mha.plan import Refused, compile_plan
+from cudnn_mha.plan import compile_plan
 from tests.support import refusal
 from tests.test_plan import CAPPED, attention, BACKWARD
 
@@ -319,8 +319,8 @@ h200 = devices.described("h200")
 kept = compile_plan(attention(**CAPPED), h200)
 compile_plan(attention(BACKWARD, **CAPPED), h200)
 assert refusal(attention(**CAPPED), h200) is None
-# cuDNN has no such backward: the graph is refused after its scores were modified.
-assert refusal(attention(BACKWARD, dims=(512, 512), **CAPPED), h200)
+# cuDNN takes no number there: the graph is refused after its scores were modified.
+assert refusal(attention(BACKWARD, score_mod=("sub", 2.0, "score")), h200)
 """
 
 
