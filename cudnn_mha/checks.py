@@ -203,6 +203,14 @@ HAZARDS = (
         "with a third mask they read memory that is not theirs",
     ),
     Hazard(
+        name="beyond_the_scores",
+        condition="a score_mod, Sq or Skv no multiple of 128",
+        remedy="indices are kept within the scores, and backward graphs give no weight to the rest",
+        cost="an operation for each index, and up to eight more in the backward; not measured",
+        source="not seen, but by backward_tail kernels multiply what they compute there by weights "
+        "of 0, which is NaN where it is not finite",
+    ),
+    Hazard(
         name="launch_grid",
         condition=f"B or Hq above {MAX_GRID}",
         remedy="the call is split over batch or heads",
