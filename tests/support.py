@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from click.testing import CliRunner, Result
 
 from cudnn_mha import cli, devices, runtime
@@ -20,6 +23,19 @@ from cudnn_mha.spec import (
     dense_stride,
     layout_like,
 )
+
+
+@contextlib.contextmanager
+def no_waits() -> Iterator[None]:
+    """Fails where the host waits for the GPU."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
 
 PROFILES = tuple(devices.profile_names())
 

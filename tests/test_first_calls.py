@@ -147,7 +147,7 @@ def test_no_length_of_coldstart_shares_a_plan() -> None:
     met: dict[tuple[int, int, int], set[int]] = {}
     for b, h, s, d in coldstart.ALL:
         met.setdefault((b, h, d), set()).add(s)
-    assert max(map(len, met.values())) < FEW
+    assert max(map(len, met.values())) <= FEW
     assert len(coldstart.ALL) == len(set(coldstart.ALL)) >= coldstart.COUNT
 
 

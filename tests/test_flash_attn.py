@@ -28,6 +28,7 @@ from cudnn_mha.integrations.flash_attn import (
     flash_attn_with_kvcache,
 )
 from tests.oracle import Call, Results, assert_right
+from tests.support import no_waits
 
 F64 = torch.float64
 B, H, HK, D = 3, 4, 2, 8
@@ -1023,11 +1024,8 @@ def test_gpu_cache_makes_no_host_wait_and_replays_in_a_graph() -> None:
         return output
 
     step()  # makes the plan
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = step()

@@ -23,6 +23,7 @@ from benchmarks import padded_models
 from cudnn_mha import config, dispatch
 from cudnn_mha.functional import cudnn_sdpa
 from cudnn_mha.packed import cudnn_sdpa_varlen
+from tests.support import no_waits
 from tests.test_autoload import run
 
 transformers: Any = pytest.importorskip("transformers")
@@ -806,7 +807,9 @@ def test_gpu_values(
         error, known_error = (
             float((found[key].float() - value).norm()) / scale for found in (ours, known)
         )
-        assert error <= 1.5 * known_error + FLOOR, key
+        # Which experts a token goes to turns on the last bit, and with it the routers' gradients.
+        factor = 3 if "router" in key else 1.5
+        assert error <= factor * known_error + FLOOR, key
 
 
 @pytest.mark.gpu
@@ -827,11 +830,8 @@ def test_gpu_a_training_step_never_waits(name: str, promise: str) -> None:
     for _ in range(2):  # plans are compiled
         step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
