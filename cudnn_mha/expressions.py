@@ -16,6 +16,9 @@ Expression = str | float | tuple[Any, ...]
 
 LEAVES = ("score", "q_index", "kv_index")
 
+LOWEST = -1e9
+"""Below all scores; its square is a number too."""
+
 OPERANDS = {
     "add": 2,
     "sub": 2,
@@ -55,6 +58,13 @@ def far_below(expression: Expression, lengths: Mapping[str, int]) -> Expression:
         inside = ("mul", ("add", ("neg", index), length - 0.5), 1e30)
         expression = ("min", expression, inside)
     return expression
+
+
+def bounded(expression: Expression) -> Expression:
+    """The expression with a finite number in place of a score of minus infinity."""
+    if isinstance(expression, tuple):
+        return (expression[0], *map(bounded, expression[1:]))
+    return ("max", "score", LOWEST) if expression == "score" else expression
 
 
 def numbers(expression: Expression) -> Iterator[float]:

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 from cudnn_mha import runtime
 from cudnn_mha.devices import Device
-from cudnn_mha.expressions import Expression, capped, derivative, far_below, numbers, within
+from cudnn_mha.expressions import (
+    Expression,
+    bounded,
+    capped,
+    derivative,
+    far_below,
+    numbers,
+    within,
+)
 from cudnn_mha.spec import AttentionSpec, TensorSpec, dense_stride
 
 
@@ -185,8 +193,14 @@ def _recomputed(spec: AttentionSpec) -> Expression:
     """
     expression = _expression(spec)
     if spec.backward and spec.score_mod is not None:
-        return far_below(expression, _torn(spec))
+        return far_below(bounded(expression), _torn(spec))
     return expression
+
+
+def _derivative(spec: AttentionSpec) -> Expression:
+    """The derivative of the expression by the score, as a backward graph has it."""
+    found = derivative(_expression(spec))
+    return found if spec.score_mod is None else bounded(found)
 
 
 def _numbers(spec: AttentionSpec) -> dict[float, int]:
@@ -195,7 +209,7 @@ def _numbers(spec: AttentionSpec) -> dict[float, int]:
         return {}
     found = list(numbers(_recomputed(spec)))
     if spec.backward:
-        found += numbers(derivative(_expression(spec)))
+        found += numbers(_derivative(spec))
     return {value: FIRST_NUMBER + n for n, value in enumerate(dict.fromkeys(found))}
 
 
@@ -442,7 +456,7 @@ class _Nodes:
     def _modified_backward(self, graph: Any, gradient: Any) -> Any:
         """The gradient of what `_modified` did; where it masked, the weights are 0 already."""
         self._made["gradient"] = gradient
-        return self._operations(graph, derivative(_expression(self.spec)))
+        return self._operations(graph, _derivative(self.spec))
 
     def _operations(self, graph: Any, expression: Expression) -> Any:
         """The tensor of an expression; what is made already, in the forward too, serves again."""
@@ -452,8 +466,11 @@ class _Nodes:
                 made = getattr(graph, name)(*(self._operations(graph, each) for each in given))
             else:
                 axis = 2 if expression == "q_index" else 3
-                made = graph.gen_index(input=self._made["score"], axis=axis)
-                made.set_data_type(runtime.library().data_type.FLOAT)
+                types = runtime.library().data_type
+                index = graph.gen_index(input=self._made["score"], axis=axis)
+                index.set_data_type(types.INT32)
+                made = graph.identity(input=index)
+                made.set_data_type(types.FLOAT)
             self._made[expression] = made
         return self._made[expression]
 
