@@ -33,7 +33,7 @@ from cudnn_mha.inputs import (
     validate,
     without_data,
 )
-from cudnn_mha.score_mod import ScoreMod
+from cudnn_mha.score_mod import ScoreMod, trace
 from cudnn_mha.spec import AttentionSpec
 from cudnn_mha.terms import asks_more, make_terms
 
@@ -167,7 +167,7 @@ def explain(
     operands = given_operands(
         seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv, alibi_slopes=alibi_slopes, sinks=sinks
     )
-    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi, score_mod)
+    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi, trace(score_mod))
     given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
     asked = Asked(given, operands, dtype, requires_grad, gpu)
     with torch.enable_grad():

@@ -40,7 +40,7 @@ from cudnn_mha.inputs import (
     split,
     validate,
 )
-from cudnn_mha.score_mod import ScoreMod
+from cudnn_mha.score_mod import ScoreMod, trace
 from cudnn_mha.terms import make_terms
 
 _PLAIN = {Tensor, Parameter}
@@ -375,7 +375,7 @@ def _extended(
         workspace_limit,
         fallback,
     )
-    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi, score_mod)
+    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi, trace(score_mod))
     return extended.padded(Given(query, key, value, mask, *tensors), options, terms)
 
 

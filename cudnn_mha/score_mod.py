@@ -48,8 +48,8 @@ ALLOWED = (
 # ------------------------------------------------------------------------------------------ trace
 
 
-def trace(score_mod: ScoreMod) -> Expression | None:
-    """The expression of a function; None where it gives the score back.
+def trace(score_mod: ScoreMod | None) -> Expression | None:
+    """The expression of a function; None where there is none, or it gives the score back.
 
     Args:
         score_mod: called once, with symbols for score, query index and key index.
@@ -58,6 +58,8 @@ def trace(score_mod: ScoreMod) -> Expression | None:
         TypeError: it is no function, or does what no expression says; names that.
         ValueError: what it gives is no function of the score that has a derivative.
     """
+    if score_mod is None:
+        return None
     if not callable(score_mod):
         raise TypeError(
             f"score_mod must be a function of (score, q_index, kv_index) or None, got {score_mod!r}"

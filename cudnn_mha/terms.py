@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 
 from cudnn_mha.expressions import Expression
-from cudnn_mha.score_mod import ScoreMod, trace
 from cudnn_mha.spec import AttentionSpec
 
 FAR = 2**31 - 1
@@ -100,7 +99,7 @@ def make_terms(
     window: tuple[int, int] | None,
     softcap: float | None,
     alibi: bool,
-    score_mod: ScoreMod | None = None,
+    score_mod: Expression | None = None,
 ) -> Terms:
     """The terms that a caller's arguments mean.
 
@@ -127,7 +126,7 @@ def make_terms(
         causal_alignment == "bottom_right",
         float(softcap or 0),
         alibi,
-        None if score_mod is None else trace(score_mod),
+        score_mod,
     )
 
 

@@ -107,15 +107,15 @@ def test_two_functions_that_build_the_same_are_the_same() -> None:
     def made(bound: float) -> ScoreMod:
         return lambda score, query, key: torch.tanh(score / bound) * bound
 
-    one, other = make_terms(False, "top_left", None, None, False, made(3)), made(3.0)
-    assert one == make_terms(False, "top_left", None, None, False, other)
-    assert hash(one) == hash(make_terms(False, "top_left", None, None, False, other))
-    assert one != make_terms(False, "top_left", None, None, False, made(4))
+    one, other = make_terms(False, "top_left", None, None, False, trace(made(3))), made(3.0)
+    assert one == make_terms(False, "top_left", None, None, False, trace(other))
+    assert hash(one) == hash(make_terms(False, "top_left", None, None, False, trace(other)))
+    assert one != make_terms(False, "top_left", None, None, False, trace(made(4)))
 
 
 def test_the_score_itself_is_no_change() -> None:
     assert trace(lambda score, q, k: score) is None
-    assert make_terms(False, "top_left", None, None, False, lambda s, q, k: +s) == Terms()
+    assert make_terms(False, "top_left", None, None, False, trace(lambda s, q, k: +s)) == Terms()
 
 
 TENSOR = torch.ones(3)
@@ -412,7 +412,7 @@ def test_functions_that_build_the_same_share_a_plan(machine: interpreter.Machine
 @pytest.mark.parametrize("profile", ["h200", "a100-sxm-80gb"])
 def test_lengths_beside_it_are_refused(profile: str) -> None:
     lengths = torch.empty(3, dtype=torch.int32, device="meta")
-    terms = make_terms(False, "top_left", None, None, False, distance)
+    terms = make_terms(False, "top_left", None, None, False, trace(distance))
     found = route(profile, terms=terms, lengths_kv=lengths)
     assert [(reason.rule, reason.kind.value) for reason in found.reasons] == [
         ("score_operations", "wrong")
