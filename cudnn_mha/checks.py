@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cudnn_mha.devices import Device
+from cudnn_mha.expressions import reads
 from cudnn_mha.spec import ITEM_SIZE, AttentionSpec
 
 MAX_GRID = 65535
@@ -205,10 +206,18 @@ HAZARDS = (
     Hazard(
         name="beyond_the_scores",
         condition="a score_mod, Sq or Skv no multiple of 128",
-        remedy="indices are kept within the scores, and backward graphs give no weight to the rest",
-        cost="an operation for each index, and up to eight more in the backward; not measured",
-        source="not seen, but by backward_tail kernels multiply what they compute there by weights "
-        "of 0, which is NaN where it is not finite",
+        remedy="indices are kept within the scores, and backward graphs give no weight to the rest "
+        "and take scores for -1e9 at least",
+        cost="an operation for each index, and up to nine more in the backward; not measured",
+        source=f"{_H200}: NaN gradients wherever the derivative reads the score, which is -inf "
+        "there: what kernels compute beyond is multiplied by weights of 0",
+    ),
+    Hazard(
+        name="index_of_one_query",
+        condition="a score_mod that reads kv_index, with one query",
+        remedy="the call is refused",
+        cost="PyTorch computes it",
+        source=f"{_H200}: output wrong by 60 % for 300 keys, right for 256",
     ),
     Hazard(
         name="launch_grid",
@@ -395,6 +404,10 @@ def _sinks(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason
 
 
 def _score_operations(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason]:
+    if spec.score_mod is not None and spec.seq_q == 1 and reads(spec.score_mod, "kv_index"):
+        message = "a score_mod that reads kv_index is not served for one query: kernels for that "
+        message += "count keys wrong; leave the index out, or make it two queries"
+        yield Reason("score_operations", message, Kind.WRONG)
     if not (spec.modified and (spec.lengths or spec.padding)):
         return
     told = "kernels take no lengths there, and read those that are told otherwise wrong"

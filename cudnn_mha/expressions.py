@@ -67,6 +67,13 @@ def bounded(expression: Expression) -> Expression:
     return ("max", "score", LOWEST) if expression == "score" else expression
 
 
+def reads(expression: Expression, leaf: str) -> bool:
+    """Whether the score or an index is in an expression."""
+    if isinstance(expression, tuple):
+        return any(reads(operand, leaf) for operand in expression[1:])
+    return expression == leaf
+
+
 def numbers(expression: Expression) -> Iterator[float]:
     """The numbers in an expression, as often as they stand there."""
     if isinstance(expression, float):

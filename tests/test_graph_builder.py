@@ -303,6 +303,8 @@ def test_operands_of_every_feature(direction: Direction, name: str) -> None:
     plain = attention(direction, **SIZES, lse=direction is FORWARD)
     if spec.backward and spec.sinks:  # which are in the log-sum-exp
         more = {}
+    if spec.backward and spec.score_mod:  # and the lowest score that one is taken for
+        more = more | {FIRST_NUMBER + len(more): ONE}
     want = sorted({*operands(plain), *more})
     assert list(operands(spec)) == want
     assert list(lowered._get_variant_pack_uids_sorted()) == want
@@ -343,10 +345,10 @@ def test_constants_have_the_values_of_the_spec() -> None:
     assert values(score_mod=RISING, softcap=0.5) == {0: 0.5, 1: 2.0}
     cubed: Any = ("mul", ("mul", ("abs", "score"), "score"), 3.0)
     assert values(score_mod=cubed) == {0: 3.0}
-    assert values(BACKWARD, score_mod=cubed) == {0: 3.0, 1: 2.0**-120}
+    assert values(BACKWARD, score_mod=cubed) == {0: -1e9, 1: 3.0, 2: 2.0**-120}
     torn = featured(BACKWARD, score_mod=RISING, query=tensor((2, 4, 5, 64)))
     numbers = [value for uid, (_, value) in constants(torn).items() if uid >= FIRST_NUMBER]
-    assert numbers == [0.5, 4.5, 1e30]
+    assert numbers == [-1e9, 0.5, 4.5, 1e30]
     infinite = {"MINUS_INFINITY_FIRST": -math.inf, "MINUS_INFINITY_LAST": -math.inf}
     band: dict[str, Any] = {"slopes": True, "left": 3, "right": 5}
     assert values(**band) == {"FIRST": 3, "LAST": 5} | infinite
@@ -437,6 +439,9 @@ class Computing:
 
     def log(self, input: Number) -> Number:
         return Number(input.value.log())
+
+    def identity(self, input: Number) -> Number:
+        return Number(input.value)
 
     def neg(self, input: Number) -> Number:
         return Number(-input.value)
@@ -553,9 +558,10 @@ def test_what_lies_beyond_the_last_query_and_key_is_finite_and_weighs_nothing() 
     mod: Any = ("mul", ("add", "score", -100.0), ("add", ("mul", log, of_q), 1.0))
     spec = attention(BACKWARD, lengths=(5, 7), score_mod=mod)
     tile, upstream = torch.zeros(2, 4, 8, 16), torch.ones(2, 4, 8, 16)
-    scores, gradient = modified(spec, tile, {}), modified(spec, tile, {}, upstream)
     beyond = torch.ones(8, 16, dtype=torch.bool)
     beyond[:5, :7] = False
+    tile[..., beyond] = torch.tensor([0.0, -torch.inf]).repeat(47)[: int(beyond.sum())]
+    scores, gradient = modified(spec, tile, {}), modified(spec, tile, {}, upstream)
     assert (scores[..., beyond] < -1e29).all()
     assert gradient.isfinite().all()
     rows, columns = torch.arange(5.0)[:, None], torch.arange(7.0)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cudnn_mha import (
     CudnnSdpaUnsupportedError,
+    checks,
     cudnn_sdpa,
     devices,
     explain,
@@ -456,3 +457,17 @@ assert "torch" not in sys.modules
 
 def test_specs_need_no_pytorch() -> None:
     subprocess.run([sys.executable, "-c", LIGHT], check=True)
+
+
+def test_kernels_for_one_query_count_keys_wrong() -> None:
+    """So a function of the key's index is left to PyTorch there, and others are not."""
+    h200 = devices.described("h200")
+    for expression, rules in (
+        (("add", "score", ("mul", "kv_index", 0.5)), ["score_operations"]),
+        (("add", "score", ("mul", "q_index", 0.5)), []),
+        (("tanh", "score"), []),
+    ):
+        spec = attention(lengths=(1, 300), score_mod=expression)
+        assert [reason.rule for reason in checks.check(spec, h200, 91900)] == rules
+        spec = attention(lengths=(2, 300), score_mod=expression)
+        assert checks.check(spec, h200, 91900) == ()
