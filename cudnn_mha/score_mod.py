@@ -160,7 +160,7 @@ class Symbol:
     __int__ = __float__ = __index__ = _convert
 
     def _other(self, *_: Any) -> NoReturn:
-        _refuse("use other operators")
+        _refuse("use other operators; a square is score * score")
 
     __pow__ = __rpow__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _other
     __matmul__ = __rmatmul__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _other

@@ -151,6 +151,8 @@ def main() -> None:
     for name, default in (sizes | {"steps": 50}).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it by `torchrun --standalone --nproc-per-node 2`, see above")
 
     device = torch.device("cpu")
     if torch.cuda.is_available():

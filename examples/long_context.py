@@ -98,6 +98,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.device == "cpu" and "flex" in args.attention:
         parser.error("FlexAttention has no backward on a CPU; choose among the other ways")
+    if args.window < 1:
+        parser.error(f"--window must be at least 1, got {args.window}")
     return args
 
 

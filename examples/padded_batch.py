@@ -115,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
             size = replace(size, layers=4, heads=8, dim=64)
         start = GPT(size)
     shortest = args.shortest or max(longest // 8, 1)
+    if not 1 <= shortest <= longest:
+        raise SystemExit(f"--shortest must be from 1 to {longest}, got {shortest}")
     models = {way: copy.deepcopy(start).to(device) for way in WAYS}
     optimizers = {
         way: torch.optim.AdamW(model.parameters(), lr=args.rate) for way, model in models.items()

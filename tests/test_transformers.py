@@ -772,6 +772,50 @@ def on_gpu(name: str, kind: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any
     return model.cuda(), inputs, real
 
 
+OWN_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("Bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 4}),
+    "mpt": ("Mpt", {"d_model": 32, "n_layers": 1, "n_heads": 4}),
+    "rembert": (
+        "RemBert",
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "intermediate_size": 32,
+            "input_embedding_size": 16,
+            "output_embedding_size": 16,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_models_that_attend_themselves_are_refused(name: str, padded: bool) -> None:
+    """They add the mask to the scores, as a number."""
+    hf.register()
+    model = build(OWN_ATTENTION[name][0], "Model", {"vocab_size": WORDS} | OWN_ATTENTION[name][1])
+    model.set_attn_implementation("eager")
+    words = torch.randint(3, WORDS, (2, 6))
+    kept = torch.ones_like(words)
+    kept[0, 4:] = 0
+    given = {"input_ids": words} | ({"attention_mask": kept} if padded else {})
+    model(**given)
+    model.config._attn_implementation = "cudnn_mha"
+    with pytest.raises(ValueError, match="computes its attention itself"):
+        model(**given)
+
+
+def test_masks_are_no_numbers() -> None:
+    found = hf.mask(2, 4, 4, device="cpu")
+    assert isinstance(found, masks.PatternMask)
+    scores = torch.zeros(2, 1, 4, 4)
+    for wrong in (lambda: scores + found, lambda: found * -1e9, lambda: 1.0 - found):
+        with pytest.raises(ValueError, match="takes a boolean mask for numbers"):
+            wrong()
+    assert torch.equal(scores.masked_fill(~found, 1.0)[0, 0], torch.ones(4, 4).triu(1))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("promise", ["any", "ends"])

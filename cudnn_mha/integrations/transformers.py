@@ -7,8 +7,10 @@ latter transformers drops padding in silence.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +109,10 @@ def register(padding: str = "any") -> None:
     Args:
         padding: ``"any"`` or ``"ends"``, see above; for all models, from their next forward on.
 
+    Models whose code computes attention itself are refused in their first forward (Bloom, MPT,
+    RemBERT), and by transformers with a KeyError when they are made (Falcon, GPT-Neo): they have
+    ``"eager"``.
+
     Raises:
         ValueError: ``padding`` is none of these.
     """
@@ -147,6 +153,13 @@ def mask(
     Returns:
         A `PatternMask`, a mask of all scores, or None where transformers says that.
     """
+    config = kwargs.get("config")
+    if config is not None and _attends_itself(type(config).__module__):
+        raise ValueError(
+            f"the model of {type(config).__name__} computes its attention itself, not by "
+            f"transformers' interface, and would take {NAME!r} masks for numbers; load it with "
+            "attn_implementation='eager'"
+        )
     known = isinstance(q_offset, int) and isinstance(kv_offset, int) and not use_vmap
     known = known and (attention_mask is None or attention_mask.dim() == 2)
     known = known and not _traced(attention_mask)
@@ -189,6 +202,23 @@ def mask(
             bounds.segments,
         )
     )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _attends_itself(module_of_config: str) -> bool:
+    """Whether the code of a configuration's models does not know transformers' interface."""
+    return _without_interface(module_of_config)
+
+
+@functools.cache
+def _without_interface(module_of_config: str) -> bool:
+    name = module_of_config.replace(".configuration_", ".modeling_")
+    module = vars(sys.modules[name]) if name in sys.modules else {}
+    models = [c for c in module.values() if isinstance(c, type) and c.__module__ == name]
+    if "ALL_ATTENTION_FUNCTIONS" in module or not models:
+        return False
+    # Models made of others, whose code knows it, say that they can be given any.
+    return not any(getattr(c, "_supports_attention_backend", False) for c in models)
 
 
 def _traced(tensor: Tensor | None) -> bool:

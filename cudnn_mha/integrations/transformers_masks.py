@@ -157,6 +157,11 @@ def one_run_each(kept: Tensor) -> Tensor:
     return (rises <= 1).all()
 
 
+_ATEN = torch.ops.aten
+_ARITHMETIC = {_ATEN.add, _ATEN.add_, _ATEN.sub, _ATEN.sub_, _ATEN.rsub, _ATEN.mul, _ATEN.mul_}
+"""What is done with masks that are added to the scores, and to none that says what is seen."""
+
+
 class PatternMask(Tensor):
     """The boolean mask ``(B, 1, Sq, Skv)`` of a pattern, computed where it is computed with."""
 
@@ -177,6 +182,12 @@ class PatternMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if getattr(func, "overloadpacket", None) in _ARITHMETIC:
+            raise ValueError(
+                f"this model computes its attention itself ({func}), and takes a boolean mask for "
+                "numbers; load it with attn_implementation='eager'"
+            )
+
         def plain(value: Any) -> Any:
             return value.pattern.dense if isinstance(value, PatternMask) else value
 
