@@ -214,10 +214,11 @@ HAZARDS = (
     ),
     Hazard(
         name="index_of_one_query",
-        condition="a score_mod that reads kv_index, with one query",
+        condition="operations of our own on the scores that read a key's index, with one query",
         remedy="the call is refused",
         cost="PyTorch computes it",
-        source=f"{_H200}: output wrong by 60 % for 300 keys, right for 256",
+        source=f"{_H200}: output wrong by 60 to 90 % for 300 keys, with a score_mod that reads the "
+        "index and with a band beside any; right for 256",
     ),
     Hazard(
         name="launch_grid",
@@ -404,10 +405,16 @@ def _sinks(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason
 
 
 def _score_operations(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason]:
-    if spec.score_mod is not None and spec.seq_q == 1 and reads(spec.score_mod, "kv_index"):
-        message = "a score_mod that reads kv_index is not served for one query: kernels for that "
-        message += "count keys wrong; leave the index out, or make it two queries"
-        yield Reason("score_operations", message, Kind.WRONG)
+    counting = {
+        "a score_mod that reads kv_index": reads(spec.score_mod, "kv_index"),
+        "a window or causality beside a soft cap, a score_mod or ALiBi": spec.banded,
+        "ALiBi of given slopes, or of no causal call": spec.slopes,
+    }
+    for what, counts in counting.items():
+        if counts and spec.modified and spec.seq_q == 1:
+            message = f"{what} is not served for one query: kernels for that count keys wrong; "
+            message += "leave it out, or make it two queries"
+            yield Reason("score_operations", message, Kind.WRONG)
     if not (spec.modified and (spec.lengths or spec.padding)):
         return
     told = "kernels take no lengths there, and read those that are told otherwise wrong"

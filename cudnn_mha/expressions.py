@@ -67,7 +67,7 @@ def bounded(expression: Expression) -> Expression:
     return ("max", "score", LOWEST) if expression == "score" else expression
 
 
-def reads(expression: Expression, leaf: str) -> bool:
+def reads(expression: Expression | None, leaf: str) -> bool:
     """Whether the score or an index is in an expression."""
     if isinstance(expression, tuple):
         return any(reads(operand, leaf) for operand in expression[1:])

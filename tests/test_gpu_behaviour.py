@@ -231,7 +231,9 @@ def test_strides_and_mask_dtypes_are_told_apart() -> None:
     assert_right(gradients)
 
 
-def test_cache_counts() -> None:
+def test_cache_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.LENGTHS, "exact")
+    config.reload()
     cudnn_mha.cache_clear()
     case = call_with_gradient(call(lengths=(72, 88)))
     for _ in range(3):
@@ -239,6 +241,8 @@ def test_cache_counts() -> None:
     info = cudnn_mha.cache_info()
     assert (info.builds, info.refusals, info.currsize) == (2, 0, 2)
     assert info.misses == 2 and info.hits >= 4 and info.build_seconds > 0
+    monkeypatch.undo()
+    config.reload()
 
 
 def test_eviction_lets_go_and_rebuilds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -459,15 +459,23 @@ def test_specs_need_no_pytorch() -> None:
     subprocess.run([sys.executable, "-c", LIGHT], check=True)
 
 
-def test_kernels_for_one_query_count_keys_wrong() -> None:
-    """So a function of the key's index is left to PyTorch there, and others are not."""
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"score_mod": ("add", "score", ("mul", "kv_index", 0.5))}, True),
+        ({"score_mod": ("add", "score", ("mul", "q_index", 0.5))}, False),
+        ({"score_mod": ("tanh", "score"), "left": 9}, True),
+        ({"softcap": 3.0}, False),
+        ({"softcap": 3.0, "causal": True}, True),
+        ({"softcap": 3.0, "left": 40, "bottom_right": True}, True),
+        ({"slopes": True}, True),
+        ({"left": 40, "bottom_right": True}, False),
+        ({"alibi": True, "causal": True}, False),
+    ],
+)
+def test_kernels_for_one_query_count_keys_wrong(fields: dict[str, Any], refused: bool) -> None:
+    """So what reads the index of a key is left to PyTorch there, unless it is cuDNN's own mask."""
     h200 = devices.described("h200")
-    for expression, rules in (
-        (("add", "score", ("mul", "kv_index", 0.5)), ["score_operations"]),
-        (("add", "score", ("mul", "q_index", 0.5)), []),
-        (("tanh", "score"), []),
-    ):
-        spec = attention(lengths=(1, 300), score_mod=expression)
-        assert [reason.rule for reason in checks.check(spec, h200, 91900)] == rules
-        spec = attention(lengths=(2, 300), score_mod=expression)
-        assert checks.check(spec, h200, 91900) == ()
+    found = checks.check(attention(lengths=(1, 300), **fields), h200, 91900)
+    assert [reason.rule for reason in found] == ["score_operations"] * refused
+    assert checks.check(attention(lengths=(2, 300), **fields), h200, 91900) == ()
