@@ -170,9 +170,9 @@ def flash_attn_varlen_func(
             lengths.
         max_seqlen_q, max_seqlen_k: at least the longest sequence.
         block_table: ``(B, M)`` the pages of each sequence in order; forward only, no dropout.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs: as for `flash_attn_func`, within each sequence. Slopes ``(B, Hq)``
-            take B calls.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes: as for
+            `flash_attn_func`, within each sequence. Slopes ``(B, Hq)`` take B calls.
+        deterministic, return_attn_probs: as for `flash_attn_func`.
 
     Returns:
         ``(Tq, Hq, D)``; with ``return_attn_probs`` a triple with the log-sum-exp ``(Hq, Tq)``.
