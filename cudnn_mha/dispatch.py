@@ -330,15 +330,8 @@ def not_on_cuda(query: Tensor) -> Reason:
 
 def _find_plans(decision: Decision, wanted: list[AttentionSpec]) -> None:
     assert decision.device is not None
-    slots: list[Slot] = []
-    reasons: list[Reason] = []
-    for spec in wanted:
-        slot, found = find_plan(spec, decision.device, decision.options.workspace_limit)
-        reasons += found
-        if slot is not None:
-            slots.append(slot)
-    decision.reasons = distinct(reasons)
-    if reasons:
+    slots, decision.reasons = find_plans(wanted, decision.device, decision.options.workspace_limit)
+    if decision.reasons:
         return
     decision.forward = slots[0]
     spec = slots[0].plan.spec  # type: ignore[union-attr]
@@ -351,6 +344,20 @@ def _find_plans(decision: Decision, wanted: list[AttentionSpec]) -> None:
     if decision.gradient:
         assert decision.spec is not None
         decision.backward[decision.spec.output.stride] = slots[1]
+
+
+def find_plans(
+    wanted: Iterable[AttentionSpec], device: Device, workspace_limit: int | None
+) -> tuple[list[Slot], tuple[Reason, ...]]:
+    """The slots of all these plans, or every reason why some are not there."""
+    slots: list[Slot] = []
+    reasons: list[Reason] = []
+    for spec in wanted:
+        slot, found = find_plan(spec, device, workspace_limit)
+        reasons += found
+        if slot is not None:
+            slots.append(slot)
+    return slots, distinct(reasons)
 
 
 def find_plan(

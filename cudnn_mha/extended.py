@@ -447,14 +447,9 @@ def find_plans(route: Route) -> None:
         # Plans may be there, but what they are told is not, and writing it synchronizes.
         route.reasons = (dispatch.not_while_captured(),)
         return
-    slots: list[Slot] = []
-    reasons: list[Reason] = []
-    for spec in route.graphs:
-        slot, found = dispatch.find_plan(spec, route.device, route.options.workspace_limit)
-        reasons += found
-        if slot is not None:
-            slots.append(slot)
-    route.reasons = dispatch.distinct(reasons)
+    slots, route.reasons = dispatch.find_plans(
+        route.graphs, route.device, route.options.workspace_limit
+    )
     if not route.reasons:
         route.forward = slots[0]
         route.backward = slots[1] if len(slots) > 1 else None

@@ -275,18 +275,6 @@ def cudnn_sdpa(
     )
     if not plain:
         require_tensors(query, key, value, attn_mask)
-        if any(runtime.is_distributed(t) for t in (query, key, value, attn_mask)):
-            options = make_options(
-                dropout_p,
-                is_causal,
-                scale,
-                enable_gqa,
-                return_lse,
-                _is_deterministic() if deterministic is None else deterministic,
-                workspace_limit,
-                fallback,
-            )
-            return _by_operators(query, key, value, attn_mask, options)
     if _is_autocast_enabled():
         query, key, value = (autocast(t) for t in (query, key, value))
     if deterministic is None:
@@ -339,6 +327,8 @@ def cudnn_sdpa(
         workspace_limit,
         fallback,
     )
+    if not plain and any(map(runtime.is_distributed, (query, key, value, attn_mask))):
+        return _by_operators(query, key, value, attn_mask, options)
     validate(query, key, value, attn_mask, options)
     return _first_call(query, key, value, attn_mask, options, gradient, signature)
 
