@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_mha import checks, devices, extended
+from cudnn_mha import checks, devices, padded
 from cudnn_mha.cache import Slot
 from cudnn_mha.checks import MAX_ELEMENTS, Kind, Reason
 from cudnn_mha.devices import Device
@@ -24,7 +24,6 @@ from cudnn_mha.dispatch import (
     needs_reference,
     not_on_cuda,
 )
-from cudnn_mha.extended import Given, Manner, Route
 from cudnn_mha.inputs import (
     Options,
     make_options,
@@ -33,6 +32,7 @@ from cudnn_mha.inputs import (
     validate,
     without_data,
 )
+from cudnn_mha.routes import Given, Manner, Route, find_plans
 from cudnn_mha.score_mod import ScoreMod, trace
 from cudnn_mha.spec import AttentionSpec
 from cudnn_mha.terms import asks_more, make_terms
@@ -181,8 +181,8 @@ def explain(
             return _explain_ordinary(asked, made, options)
         terms = dataclasses.replace(terms, alibi=alibi or "alibi_slopes" in operands)
         call = asked.call(*made)
-        extended.validate_operands(call)
-        route = extended.describe(call, options, terms, asked.gradient, asked.device)
+        padded.validate_given(call)
+        route = padded.describe(call, options, terms, asked.gradient, asked.device)
         told = TOLD.get(route.manner) if call.has_lengths else None
         return asked.explained(route, made, told)
 
@@ -286,7 +286,7 @@ class Asked:
         """
         packed = bool(starts)
         heads = tuple(query.shape[1:2] if packed else query.shape[-3:-2])
-        batch = starts[0].numel() - 1 if packed else extended.batch_of(query, key, value)
+        batch = starts[0].numel() - 1 if packed else padded.batch_of(query, key, value)
         return Given(
             query,
             key,
@@ -324,7 +324,7 @@ class Asked:
             told: how its graphs are told lengths, in words.
             served_by: who computes it where cuDNN serves it.
         """
-        extended.find_plans(route)
+        find_plans(route)
         slots = [] if route.reasons else [route.forward, route.backward]
         found = self.verdict(
             made, route.reasons, route.graphs, slots, route.options, served_by, REFERENCE

@@ -12,8 +12,8 @@ from torch import Tensor
 from cudnn_mha import packed, paged
 from cudnn_mha.checks import Reason
 from cudnn_mha.explanation import TOLD, Asked, Explanation, given_operands
-from cudnn_mha.extended import Route
 from cudnn_mha.inputs import make_options, outline
+from cudnn_mha.routes import Route
 from cudnn_mha.terms import make_terms
 
 _NOTHING = Reason("empty", "there is nothing for cuDNN to compute")

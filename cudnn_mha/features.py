@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from cudnn_mha import config, devices, extended, packed, paged, runtime
+from cudnn_mha import config, devices, packed, padded, paged, runtime
 from cudnn_mha.checks import check, remedied
 from cudnn_mha.devices import Device
-from cudnn_mha.extended import Given
 from cudnn_mha.graph_builder import propose_plans
 from cudnn_mha.inputs import Options
 from cudnn_mha.precompile import specs_of
+from cudnn_mha.routes import Given
 from cudnn_mha.spec import AttentionSpec
 from cudnn_mha.terms import Terms
 
@@ -112,7 +112,7 @@ def _plain(
 
 def _more(terms: Terms, kv: Tensor = _QUERY, **operands: Tensor) -> Specs:
     given = Given(_QUERY, kv, kv, **operands)
-    return lambda device: [*extended.describe(given, Options(), terms, True, device).graphs]
+    return lambda device: [*padded.describe(given, Options(), terms, True, device).graphs]
 
 
 def _packed(device: Device) -> list[AttentionSpec]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
-from cudnn_mha import config, extended, ops, runtime
+from cudnn_mha import config, ops, padded, runtime
 from cudnn_mha.attention import apply, attend, forward
 from cudnn_mha.cache import plans
 from cudnn_mha.checks import ALIGNMENT, Kind, Reason
@@ -24,7 +24,6 @@ from cudnn_mha.dispatch import (
     not_for_cudnn,
 )
 from cudnn_mha.errors import CudnnSdpaUnsupportedError
-from cudnn_mha.extended import Given
 from cudnn_mha.inputs import (
     Inputs,
     Options,
@@ -40,6 +39,7 @@ from cudnn_mha.inputs import (
     split,
     validate,
 )
+from cudnn_mha.routes import Given
 from cudnn_mha.score_mod import ScoreMod, trace
 from cudnn_mha.terms import make_terms
 
@@ -366,7 +366,7 @@ def _extended(
         fallback,
     )
     terms = make_terms(is_causal, causal_alignment, window, softcap, alibi, trace(score_mod))
-    return extended.padded(Given(query, key, value, mask, *tensors), options, terms)
+    return padded.compute(Given(query, key, value, mask, *tensors), options, terms)
 
 
 def _traced(

@@ -13,27 +13,13 @@ from cudnn_mha import (
     config,
     devices,
     dispatch,
-    extended,
+    padded,
     reference_layouts,
     runtime,
 )
 from cudnn_mha.checks import ALIGNMENT, Reason
 from cudnn_mha.devices import Device
-from cudnn_mha.extended import (
-    Given,
-    Manner,
-    Result,
-    Route,
-    accept,
-    begin,
-    decided,
-    follow,
-    require_fit,
-    require_operands,
-    run_plans,
-    settle,
-    slopes_of,
-)
+from cudnn_mha.execution import run_plans
 from cudnn_mha.graph_builder import Uid
 from cudnn_mha.inputs import (
     Inputs,
@@ -48,6 +34,21 @@ from cudnn_mha.inputs import (
     require_tensors,
     sign_moved,
     validate_numbers,
+)
+from cudnn_mha.routes import (
+    Given,
+    Manner,
+    Result,
+    Route,
+    accept,
+    begin,
+    decided,
+    follow,
+    require_fit,
+    require_operands,
+    settle,
+    slopes_of,
+    validate_operands,
 )
 from cudnn_mha.sequences import Operands, bucket, bucket_of_tokens, ragged
 from cudnn_mha.spec import AttentionSpec, Direction, TensorSpec, contiguous_stride
@@ -167,14 +168,7 @@ def validate(given: Given, longest_q: int, longest_kv: int, options: Options) ->
         raise ValueError(f"cu_seqlens_q must be of shape (B + 1,), got {shape}")
     require_fit("cu_seqlens_q", given.starts_q, shape, query, whole=True)
     require_fit("cu_seqlens_kv", given.starts_kv, shape, query, whole=True)
-    for name, lengths in (("seq_lens_q", given.lengths_q), ("seq_lens_kv", given.lengths_kv)):
-        if lengths is not None:
-            require_fit(name, lengths, (shape[0] - 1,), query, whole=True)
-    for name, by_head in (("alibi_slopes", given.slopes), ("sinks", given.sinks)):
-        if by_head is not None:
-            require_fit(name, by_head, (query.shape[1],), query, whole=False)
-    if given.slopes is not None and given.slopes.requires_grad:
-        raise ValueError("alibi_slopes has no gradient; detach it")
+    validate_operands(given, shape[0] - 1, query.shape[1])
     for name, longest in (("max_seqlen_q", longest_q), ("max_seqlen_kv", longest_kv)):
         if isinstance(longest, bool) or not isinstance(longest, int):
             raise TypeError(f"{name} must be a whole number, got {longest!r}")
@@ -245,7 +239,7 @@ def goes_through_padding(given: Given, gradient: bool, device: Device | None) ->
     if gradient and device is not None and device.sm // 10 in (8, 12):
         return True  # there cuDNN has no gradient of packed sequences
     sinks_gradient = given.sinks is not None and gradient
-    return sinks_gradient and dispatch.library_version()[0] < extended.RAGGED_SINKS
+    return sinks_gradient and dispatch.library_version()[0] < padded.RAGGED_SINKS
 
 
 def describe(
@@ -257,11 +251,11 @@ def describe(
     gradient: bool,
     device: Device | None,
 ) -> Route:
-    """How a valid call would be computed, without its plans; see `extended.describe`."""
+    """How a valid call would be computed, without its plans; see `padded.describe`."""
     longest_q, longest_kv = within_tokens(given, longest_q, longest_kv)
     if goes_through_padding(given, gradient, device):
-        padded, _, _ = _padded(given, longest_q, longest_kv)
-        return extended.describe(padded, options, terms, gradient, device)
+        call, _, _ = _padded(given, longest_q, longest_kv)
+        return padded.describe(call, options, terms, gradient, device)
     sizes = _sizes(given, longest_q, longest_kv)
     return _describe(given, sizes, options, terms, gradient, False, device)
 
@@ -280,7 +274,7 @@ def _padded(given: Given, longest_q: int, longest_kv: int) -> tuple[Given, Tenso
         places = (starts[:-1, None] + index).clamp(max=tensor.shape[0] - 1)
         sides.append((own, index < own[:, None], places))
     (lengths_q, real, places_q), (lengths_kv, _, places_kv) = sides
-    padded = Given(
+    call = Given(
         given.query[places_q].transpose(1, 2),
         given.key[places_kv].transpose(1, 2),
         given.value[places_kv].transpose(1, 2),
@@ -290,20 +284,20 @@ def _padded(given: Given, longest_q: int, longest_kv: int) -> tuple[Given, Tenso
         given.slopes,
         given.sinks,
     )
-    return padded, real, places_q
+    return call, real, places_q
 
 
 def _through_padding(
     given: Given, longest_q: int, longest_kv: int, options: Options, terms: Terms
 ) -> Result:
     """The call as one on a padded batch."""
-    padded, real, places_q = _padded(given, longest_q, longest_kv)
-    output, lse = extended.attend(padded, options, terms)
+    call, real, places_q = _padded(given, longest_q, longest_kv)
+    output, lse = padded.attend(call, options, terms)
     tokens = given.query.shape[0]
     goal = torch.where(real, places_q, tokens).flatten()  # padding goes to a row behind the last
 
-    def back(padded: Tensor, rest: float) -> Tensor:
-        rows = padded.transpose(1, 2).flatten(0, 1)
+    def back(result: Tensor, rest: float) -> Tensor:
+        rows = result.transpose(1, 2).flatten(0, 1)
         return rows.new_full((tokens + 1, *rows.shape[1:]), rest).index_copy(0, goal, rows)[:-1]
 
     return back(output, 0.0), None if lse is None else back(lse, -torch.inf).mT

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from cudnn_mha import devices, dispatch, packed, runtime
 from cudnn_mha.checks import Reason
-from cudnn_mha.extended import Given, Route, run_backward
+from cudnn_mha.execution import run_backward
 from cudnn_mha.inputs import Options, addressable_copy
 from cudnn_mha.kernels import NotServed
+from cudnn_mha.routes import Given, Route
 from cudnn_mha.terms import Terms
 
 

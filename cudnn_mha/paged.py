@@ -11,23 +11,7 @@ from torch import Tensor
 from cudnn_mha import dispatch, reference_layouts, runtime
 from cudnn_mha.checks import ALIGNMENT, Kind, Reason
 from cudnn_mha.devices import Device
-from cudnn_mha.extended import (
-    Given,
-    Manner,
-    Result,
-    Route,
-    accept,
-    apply_sinks,
-    begin,
-    decided,
-    follow,
-    require_fit,
-    run_plans,
-    settle,
-    slopes_of,
-    with_sinks,
-    with_sinks_alone,
-)
+from cudnn_mha.execution import apply_sinks, run_plans, with_sinks_alone
 from cudnn_mha.graph_builder import Uid
 from cudnn_mha.inputs import (
     Inputs,
@@ -40,6 +24,21 @@ from cudnn_mha.inputs import (
     require_tensors,
     sign_moved,
     validate_numbers,
+)
+from cudnn_mha.routes import (
+    Given,
+    Manner,
+    Result,
+    Route,
+    accept,
+    begin,
+    decided,
+    follow,
+    require_fit,
+    settle,
+    slopes_of,
+    validate_operands,
+    with_sinks,
 )
 from cudnn_mha.sequences import Operands
 from cudnn_mha.spec import AttentionSpec, Direction, TensorSpec, contiguous_stride, layout_like
@@ -169,12 +168,7 @@ def validate(given: Given, table: Tensor, options: Options) -> None:
         )
     require_fit("block_table", table, tuple(table.shape), query, whole=True)
     assert given.lengths_kv is not None
-    require_fit("seq_lens_kv", given.lengths_kv, (batch,), query, whole=True)
-    if given.lengths_q is not None:
-        require_fit("seq_lens_q", given.lengths_q, (batch,), query, whole=True)
-    for name, by_head in (("alibi_slopes", given.slopes), ("sinks", given.sinks)):
-        if by_head is not None:
-            require_fit(name, by_head, (query.shape[1],), query, whole=False)
+    validate_operands(given, batch, query.shape[1])
 
 
 def _attend(given: Given, table: Tensor, options: Options, terms: Terms) -> Result:
@@ -217,7 +211,7 @@ def _signature(given: Given, table: Tensor, options: Options, terms: Terms) -> t
 def describe(
     given: Given, table: Tensor, options: Options, terms: Terms, device: Device | None = None
 ) -> Route:
-    """How a valid call would be computed, without its plans; see `extended.describe`."""
+    """How a valid call would be computed, without its plans; see `padded.describe`."""
     route, reasons, device = begin(given, options, terms, device)
     if device is None:
         return route

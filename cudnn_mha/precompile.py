@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_mha import cache, checks, config, devices, extended, recording, runtime
+from cudnn_mha import cache, checks, config, devices, padded, recording, runtime
 from cudnn_mha.cache import Slot, plan_key, plans
 from cudnn_mha.config import version_text
 from cudnn_mha.devices import Device
 from cudnn_mha.dispatch import SPLITTABLE
-from cudnn_mha.extended import Given
 from cudnn_mha.inputs import (
     Options,
     backward_spec,
@@ -35,6 +34,7 @@ from cudnn_mha.inputs import (
     writable_output,
 )
 from cudnn_mha.plan import Refused, compile_plan
+from cudnn_mha.routes import Given
 from cudnn_mha.spec import AttentionSpec
 from cudnn_mha.store import Store, gpu_facts
 from cudnn_mha.terms import Terms
@@ -235,8 +235,8 @@ def extended_specs(
     """
     validate(*given[:4], options)
     require_countable(*given[:4], options)
-    extended.validate_operands(given)
-    route = extended.describe(given, options, terms, gradient, device)
+    padded.validate_given(given)
+    route = padded.describe(given, options, terms, gradient, device)
     if not route.graphs:
         raise ValueError("; ".join(map(str, route.reasons)))
     # Remedies are those of this GPU, and come back when the plan is compiled.

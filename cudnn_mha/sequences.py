@@ -69,20 +69,14 @@ def declared(layout: TensorSpec, batch: int, length: int) -> TensorSpec:
     )
 
 
-def ragged(
-    spec: AttentionSpec,
-    length_q: int,
-    length_kv: int,
-    batch: int | None = None,
-) -> AttentionSpec:
+def ragged(spec: AttentionSpec, length_q: int, length_kv: int) -> AttentionSpec:
     """``spec``, of tensors as they lie in memory, as the ragged spec that serves them."""
-    batch = batch or spec.batch
     changed: dict[str, TensorSpec] = {}
     for name in OFFSETS.values():
         layout = getattr(spec, name)
         if layout is not None:
             length = length_q if name in _QUERIES else length_kv
-            changed[name] = declared(layout, batch, length)
+            changed[name] = declared(layout, spec.batch, length)
     return dataclasses.replace(spec, **changed, padding=False, lengths=True, ragged=True)  # type: ignore[arg-type]
 
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 
 import cudnn_mha
 from cudnn_mha import config, cudnn_sdpa, devices, precompile, recording
-from cudnn_mha.extended import Given
 from cudnn_mha.inputs import Options
+from cudnn_mha.routes import Given
 from cudnn_mha.terms import Terms
 from tests import support
 

@@ -21,15 +21,15 @@ from cudnn_mha import (
     cudnn_sdpa_varlen,
     devices,
     dispatch,
-    extended,
     merge,
+    padded,
     reference,
 )
 from cudnn_mha.cache import Slot
 from cudnn_mha.checks import Reason
-from cudnn_mha.extended import Given, Manner, Route
 from cudnn_mha.graph_builder import Uid
 from cudnn_mha.inputs import Options, Outline
+from cudnn_mha.routes import Given, Manner, Route, find_plans
 from cudnn_mha.spec import AttentionSpec
 from cudnn_mha.terms import Terms, make_terms
 from tests import interpreter
@@ -352,8 +352,8 @@ def route(
     tensors = [t.detach().to("meta") for t in tensors]
     device = devices.described(profile)
     call = Given(*tensors, **given), options or Options(), terms or Terms(), gradient
-    found = extended.describe(*call, device)
-    extended.find_plans(found)
+    found = padded.describe(*call, device)
+    find_plans(found)
     return found
 
 
@@ -491,15 +491,15 @@ def test_cudnn_s_own_refusal_is_a_reason() -> None:
 
 def test_calls_of_no_gpu() -> None:
     tensors = [t.detach().to("meta") for t in qkv(dtype=torch.float16)]
-    found = extended.describe(Given(*tensors), Options(), Terms(1, 1), False)
+    found = padded.describe(Given(*tensors), Options(), Terms(1, 1), False)
     assert [reason.rule for reason in found.reasons] == ["device"]
     h200 = devices.described("h200")
-    found = extended.describe(
+    found = padded.describe(
         Given(*(t.float() for t in tensors)), Options(), Terms(1, 1), False, h200
     )
     assert [reason.rule for reason in found.reasons] == ["dtype"]
     empty = Given(tensors[0][:, :, :0], *tensors[1:])
-    found = extended.describe(empty, Options(), Terms(1, 1), False, h200)
+    found = padded.describe(empty, Options(), Terms(1, 1), False, h200)
     assert [reason.rule for reason in found.reasons] == ["empty"]
 
 
@@ -528,7 +528,7 @@ def told(manner: Manner, **given: Any) -> Any:
     route = Route(Options(), Terms(), Outline(4, 64, 0.125), manner=manner)
     route.spec = attention(batch=3, lengths=(3, 4))
     route.operands = {Uid.SEQ_LEN_Q: lens(3, 3, 3), Uid.SEQ_LEN_KV: lens(4, 4, 4)}
-    return extended._lengths(route, Given(*qkv(), **given))
+    return padded._lengths(route, Given(*qkv(), **given))
 
 
 def test_lengths_that_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,7 +559,7 @@ def test_lengths_that_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["h200", "a100-sxm-80gb"])
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> interpreter.Machine:
-    return interpreter.install(monkeypatch, extended, profile=request.param)
+    return interpreter.install(monkeypatch, padded, profile=request.param)
 
 
 def assert_served(

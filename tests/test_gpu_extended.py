@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cudnn_mha import CudnnSdpaUnsupportedError, cudnn_sdpa, extended, merge, reference
-from cudnn_mha.extended import Manner
+from cudnn_mha import CudnnSdpaUnsupportedError, cudnn_sdpa, merge, padded, reference
+from cudnn_mha.routes import Manner
 from tests.oracle import Call, assert_right, failures, ours
 from tests.test_gpu_values import BF16, FP16, call, randn
 
@@ -98,13 +98,13 @@ def right_or_refused(case: Call, *, gradients: bool = True, **options: Any) -> N
 def manner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Lengths told as chosen for this GPU, and as for those on which nothing was seen."""
     if request.param == "cleaned":
-        chosen = extended._manner
+        chosen = padded._manner
 
         def cleaned(spec: Any, given: Any, *rest: Any) -> Manner:
             return Manner.CLEANED if given.has_lengths else chosen(spec, given, *rest)
 
-        monkeypatch.setattr(extended, "_manner", cleaned)
-        extended._routes.clear()
+        monkeypatch.setattr(padded, "_manner", cleaned)
+        padded._routes.clear()
     return str(request.param)
 
 

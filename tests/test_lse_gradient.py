@@ -14,11 +14,11 @@ from cudnn_mha import (
     cudnn_sdpa,
     cudnn_sdpa_varlen,
     dispatch,
-    extended,
     inputs,
     lse_gradient,
     merge,
     packed,
+    padded,
     reference,
     reference_layouts,
 )
@@ -37,7 +37,7 @@ def seeded() -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> interpreter.Machine:
-    return interpreter.install(monkeypatch, extended, packed)
+    return interpreter.install(monkeypatch, padded, packed)
 
 
 def qkv(heads: tuple[int, int, int] = (4, 2, 1), dim: int = 16) -> list[Tensor]:
@@ -104,7 +104,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_of_padded_calls(
     monkeypatch: pytest.MonkeyPatch, name: str, with_sinks: bool, profile: str, by: str
 ) -> None:
-    machine = interpreter.install(monkeypatch, extended, profile=profile)
+    machine = interpreter.install(monkeypatch, padded, profile=profile)
     leaves, options = qkv(), CALLS[name]
     if with_sinks:
         leaves.append(torch.randn(4).requires_grad_())
@@ -165,7 +165,7 @@ def test_of_ordinary_calls(machine: interpreter.Machine, monkeypatch: pytest.Mon
 def test_where_cudnn_has_no_such_backward_the_error_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    interpreter.install(monkeypatch, extended, profile="a100-sxm-80gb")
+    interpreter.install(monkeypatch, padded, profile="a100-sxm-80gb")
     leaves = [torch.randn(1, 2, 16, 128, dtype=FP16).requires_grad_() for _ in range(3)]
     output, lse = cudnn_sdpa(*leaves, window=(3, 3), return_lse=True, fallback=False)
     with pytest.raises(RuntimeError, match=r"head dimensions up to 128.*Dv = 144.*Detach"):

@@ -15,13 +15,13 @@ from cudnn_mha import (
     config,
     cudnn_sdpa_varlen,
     devices,
-    extended,
     packed,
+    padded,
     reference,
 )
-from cudnn_mha.extended import Given, Route
 from cudnn_mha.graph_builder import Uid
 from cudnn_mha.inputs import Options
+from cudnn_mha.routes import Given, Route
 from cudnn_mha.sequences import bucket_of_tokens
 from cudnn_mha.terms import Terms
 from tests import interpreter
@@ -244,7 +244,7 @@ def test_what_means_nothing_is_named(
 def test_plans_are_told_what_makes_them_right(
     monkeypatch: pytest.MonkeyPatch, band: str, gap: int
 ) -> None:
-    machine = interpreter.install(monkeypatch, packed, extended)
+    machine = interpreter.install(monkeypatch, packed, padded)
     options = BAND[band]
     for sinks in (False, True):
         for gradients in (False, True):
@@ -256,7 +256,7 @@ def test_plans_are_told_what_makes_them_right(
 
 
 def test_a_soft_cap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.install(monkeypatch, packed, extended)
+    interpreter.install(monkeypatch, packed, padded)
     case = Packed(dtype=torch.float16, softcap=1.5)
     with pytest.raises(CudnnSdpaUnsupportedError, match="score_operations"):
         case.ours(fallback=False)
@@ -265,7 +265,7 @@ def test_a_soft_cap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mode", ["exact", "auto"])
 def test_plans_of_every_mode(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    interpreter.install(monkeypatch, packed, extended)
+    interpreter.install(monkeypatch, packed, padded)
     settings = config.settings()
     changed = dataclasses.replace(settings, lengths=mode)
     monkeypatch.setattr(config, "settings", lambda: changed)
@@ -398,7 +398,7 @@ def test_sizes_that_plans_are_made_for() -> None:
 
 def test_single_queries_beside_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels for one query have no sinks: the padded batch has rows for more."""
-    machine = interpreter.install(monkeypatch, extended, packed)
+    machine = interpreter.install(monkeypatch, padded, packed)
     Packed((1, 0, 1, 1), sinks=True, dtype=torch.float16).assert_right(6e-3, fallback=False)
     assert [spec.seq_q for spec in machine.runs if spec.backward] == [2]
 
@@ -415,7 +415,7 @@ def test_through_padding(monkeypatch: pytest.MonkeyPatch, tail: int) -> None:
         )
         return output, lse if options.return_lse else None
 
-    monkeypatch.setattr(extended, "attend", attend)
+    monkeypatch.setattr(padded, "attend", attend)
     case = Packed(gap=tail // 2, tail=tail, softcap=1.5)
     given = Given(
         *case.leaves,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cudnn_mha import CudnnSdpaUnsupportedError, checks, cudnn_sdpa_paged, devices, paged, reference
-from cudnn_mha.extended import Given, Manner, Route
 from cudnn_mha.inputs import Options
+from cudnn_mha.routes import Given, Manner, Route
 from cudnn_mha.terms import Terms
 from tests import interpreter
 from tests.support import refusal

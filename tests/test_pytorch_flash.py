@@ -30,9 +30,9 @@ from cudnn_mha import (
     config,
     devices,
     dispatch,
-    extended,
     kernels,
     packed,
+    padded,
     reference,
     reference_layouts,
 )
@@ -216,7 +216,7 @@ def dense_gpu(pytorchs: Pytorchs, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def packed_gpu(pytorchs: Pytorchs, monkeypatch: pytest.MonkeyPatch) -> interpreter.Machine:
     """Packed calls are decided as for a GPU, and interpreted."""
-    machine = interpreter.install(monkeypatch, packed, extended)
+    machine = interpreter.install(monkeypatch, packed, padded)
     registry.activate_flash_attention_impl("cudnn_mha")
     return machine
 

@@ -24,7 +24,7 @@ from cudnn_mha import (
     cudnn_sdpa,
     devices,
     explain,
-    extended,
+    padded,
     recording,
     reference,
 )
@@ -380,7 +380,7 @@ def test_gradients_of_the_reference(name: str, softcap: float | None) -> None:
 
 @pytest.fixture(params=["h200", "a100-sxm-80gb"])
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> interpreter.Machine:
-    return interpreter.install(monkeypatch, extended, profile=request.param)
+    return interpreter.install(monkeypatch, padded, profile=request.param)
 
 
 @pytest.mark.parametrize("band", ["causal window", "bottom right both"])

@@ -86,7 +86,6 @@ def test_ragged_declares_every_tensor_of_its_side() -> None:
         assert getattr(found, name) == declared(layout, 2, length), name
         assert getattr(found, name).shape[2] == length
     assert (found.ragged, found.lengths, found.padding, found.causal) == (True, True, False, True)
-    assert ragged(spec, 128, 256, 7).batch == 7
     forward = ragged(attention(), 128, 256)
     assert forward.grad_output is None and forward.grad_query is None
 

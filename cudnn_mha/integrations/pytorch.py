@@ -41,9 +41,9 @@ from cudnn_mha import config, kernels, packed_kernels
 from cudnn_mha.backend import Tally, replacing
 from cudnn_mha.checks import Kind, Reason
 from cudnn_mha.dispatch import log_fallback
-from cudnn_mha.extended import Given
 from cudnn_mha.inputs import Options
 from cudnn_mha.kernels import Arguments, NotServed
+from cudnn_mha.routes import Given
 from cudnn_mha.terms import Terms, make_terms
 
 __all__ = ["NAME", "FlashStatus", "register", "status"]
