@@ -221,6 +221,23 @@ HAZARDS = (
         "index and with a band beside any; right for 256",
     ),
     Hazard(
+        name="second_hand_scores",
+        condition="an operation of our own on two values, the second of them the scores themselves",
+        remedy="it is given the scores times 1",
+        cost="one multiplication; not measured",
+        source="measured on an H200, cuDNN 9.28.1: the forward reads memory that is not its own "
+        "for score * score and tanh(score) * score, not for score * sigmoid(score); not 9.19.0",
+    ),
+    Hazard(
+        name="other_kernels_of_one_query",
+        condition="ALiBi or dropout beside lengths, one query",
+        remedy="the tensors are described as ragged, as for more queries",
+        cost="not measured",
+        source="measured on an H200, cuDNN 9.19.0 and 9.28.1: with ALiBi NaN where padding holds "
+        "it and for sequences without keys, which the kernels of other such calls get right; "
+        "dropout has the same kernels in 9.24",
+    ),
+    Hazard(
         name="launch_grid",
         condition=f"B or Hq above {MAX_GRID}",
         remedy="the call is split over batch or heads",

@@ -67,6 +67,16 @@ def bounded(expression: Expression) -> Expression:
     return ("max", "score", LOWEST) if expression == "score" else expression
 
 
+def first_hand(expression: Expression) -> Expression:
+    """The expression with a copy of the scores, or of their gradient, where these stand second."""
+    if not isinstance(expression, tuple):
+        return expression
+    name, *operands = map(first_hand, expression)
+    if len(operands) == 2 and operands[1] in ("score", "gradient"):
+        operands[1] = ("mul", operands[1], 1.0)
+    return (name, *operands)
+
+
 def reads(expression: Expression | None, leaf: str) -> bool:
     """Whether the score or an index is in an expression."""
     if isinstance(expression, tuple):
@@ -81,6 +91,14 @@ def numbers(expression: Expression) -> Iterator[float]:
     elif isinstance(expression, tuple):
         for operand in expression[1:]:
             yield from numbers(operand)
+
+
+def operations(expression: Expression) -> Iterator[str]:
+    """The operations in an expression, as often as they stand there."""
+    if isinstance(expression, tuple):
+        yield expression[0]
+        for operand in expression[1:]:
+            yield from operations(operand)
 
 
 def text(expression: Expression) -> str:

@@ -18,6 +18,7 @@ from cudnn_mha.expressions import (
     capped,
     derivative,
     far_below,
+    first_hand,
     numbers,
     within,
 )
@@ -193,14 +194,14 @@ def _recomputed(spec: AttentionSpec) -> Expression:
     """
     expression = _expression(spec)
     if spec.backward and spec.score_mod is not None:
-        return far_below(bounded(expression), _torn(spec))
-    return expression
+        expression = far_below(bounded(expression), _torn(spec))
+    return first_hand(expression)
 
 
 def _derivative(spec: AttentionSpec) -> Expression:
     """The derivative of the expression by the score, as a backward graph has it."""
     found = derivative(_expression(spec))
-    return found if spec.score_mod is None else bounded(found)
+    return first_hand(found if spec.score_mod is None else bounded(found))
 
 
 def _numbers(spec: AttentionSpec) -> dict[float, int]:

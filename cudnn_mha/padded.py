@@ -193,7 +193,8 @@ def _manner(
     if device.sm != 90 or spec.modified:
         return Manner.CLEANED
     single = spec.seq_q == 1
-    if single and not gradient and given.lengths_q is None and not spec.sinks:
+    decoding = not (spec.sinks or spec.alibi or spec.dropout_p)  # whose kernels keep off padding
+    if single and not gradient and given.lengths_q is None and decoding:
         return Manner.CACHE
     if spec.sinks and gradient and version < RAGGED_SINKS:
         return Manner.CLEANED

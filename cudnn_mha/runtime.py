@@ -93,6 +93,10 @@ def frontend_version() -> str:
     return str(library().__version__)
 
 
+MOST_OPERANDS = 256
+"""Operands that a plan may have: besides tensors the numbers in operations on the scores."""
+
+
 class Lease:
     """A cuDNN handle in the hands of one thread; goes back when the thread ends.
 
@@ -115,7 +119,7 @@ class Lease:
         self.handle: Any = handle
         self.backend = self.handle.backend_handle
         self.stream: int | None = None
-        self.buffer = (ctypes.c_uint64 * 32)()
+        self.buffer = (ctypes.c_uint64 * MOST_OPERANDS)()
         self.address = ctypes.addressof(self.buffer)
 
     def __del__(self) -> None:

@@ -7,6 +7,7 @@ compute the same in the same way give equal expressions.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from numbers import Real
@@ -15,12 +16,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from cudnn_mha.expressions import LEAVES, Expression, derivative, single, text
+from cudnn_mha.expressions import LEAVES, Expression, derivative, operations, single, text
 
 ScoreMod = Callable[[Any, Any, Any], Any]
 
 MAX_OPERATIONS = 32
 """Most operations of one function."""
+
+MAX_IN_DERIVATIVE = 2048
+"""Most of its derivative, counted as often as they are used: every nested one doubles them."""
 
 _ON_TENSORS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
@@ -83,6 +87,11 @@ def _require_derivative(expression: Expression) -> None:
         raise ValueError(
             f"score_mod must depend on the score, got {text(expression)}; put what does not into "
             "attn_mask"
+        )
+    if next(itertools.islice(operations(change), MAX_IN_DERIVATIVE, None), None) is not None:
+        raise ValueError(
+            f"score_mod must have a derivative of at most {MAX_IN_DERIVATIVE} operations, got "
+            "more; nest fewer operations"
         )
     # Kernels compute tiles of keys, and beyond the last key the score is 0.
     places = torch.tensor([0.0, 1.0, 2.0, 100.0], dtype=torch.float64, device="cpu")

@@ -34,7 +34,7 @@ from cudnn_mha.spec import AttentionSpec
 
 logger = logging.getLogger("cudnn_mha")
 
-FORMAT = 1
+FORMAT = 2
 """Counts up when files of before can no longer be read as they are."""
 
 SUFFIX = ".plan"

@@ -38,7 +38,7 @@ from cudnn_mha.errors import CudnnUnavailableError
 from cudnn_mha.precompile import Outcome
 from cudnn_mha.sequences import ragged
 from cudnn_mha.spec import AttentionSpec, contiguous_stride
-from cudnn_mha.store import Entry, Store
+from cudnn_mha.store import FORMAT, Entry, Store
 from tests.support import BACKWARD, BSHD, ESCAPE, attention, parsed, run, tensor
 
 H200 = devices.described("h200")
@@ -631,7 +631,7 @@ def test_show(store: Store) -> None:
     )
     assert listed == {field: found[field] for field in listed}  # a name means one thing
     assert found["cudnn"] == config.version_text(runtime.cudnn_version())
-    assert (found["frontend"], found["format"]) == (runtime.frontend_version(), 1)
+    assert (found["frontend"], found["format"]) == (runtime.frontend_version(), FORMAT)
 
     text = run("cache", "show", name(store, 0).upper(), *in_(store)).stdout
     shown = dict(line.split(maxsplit=1) for line in text.splitlines() if len(line.split()) > 1)

@@ -374,6 +374,8 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> None:
 SLEN = torch.empty(B, dtype=torch.int32, device="meta")
 HEADS = torch.empty(H, device="meta")
 BOTTOM = Terms(None, 0, True)
+ALIBI = Terms(None, 0, alibi=True)
+DROPOUT = Options(dropout_p=0.1)
 
 MANNERS: list[tuple[str, dict[str, Any], Manner]] = [
     ("h200", {}, Manner.FULL),
@@ -384,6 +386,8 @@ MANNERS: list[tuple[str, dict[str, Any], Manner]] = [
     ("h200", {"lengths_kv": SLEN, "lengths": (1, 128), "gradient": True}, Manner.RAGGED),
     ("h200", {"lengths_kv": SLEN, "lengths_q": SLEN, "lengths": (1, 128)}, Manner.RAGGED),
     ("h200", {"lengths_kv": SLEN, "sinks": HEADS, "lengths": (1, 128)}, Manner.CACHE),
+    ("h200", {"lengths_kv": SLEN, "terms": ALIBI, "lengths": (1, 128)}, Manner.RAGGED),
+    ("h200", {"lengths_kv": SLEN, "options": DROPOUT, "lengths": (1, 128)}, Manner.RAGGED),
     ("h200", {"sinks": HEADS, "lengths": (1, 128)}, Manner.FULL),
     ("h200", {"sinks": HEADS, "lengths": (1, 128), "gradient": True}, Manner.RAGGED),
     ("h200", {"sinks": HEADS}, Manner.FULL),

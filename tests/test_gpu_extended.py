@@ -150,17 +150,17 @@ def test_padding_in_every_layout(
     assert_right(case)
 
 
-@pytest.mark.parametrize("heads", [(4, 4, 4), (8, 2, 2), (8, 1, 1)], ids=str)
-@pytest.mark.parametrize(
-    "options", [{}, BAND["bottom right"], BAND["bottom right window"]], ids=str
-)
-def test_decoding(heads: tuple[int, int, int], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("heads", [(4, 4, 4), (12, 3, 3), (8, 1, 1)], ids=str)
+@pytest.mark.parametrize("band", BAND)
+@pytest.mark.parametrize("scores", ["plain", "alibi"])
+def test_decoding(heads: tuple[int, int, int], band: str, scores: str) -> None:
     """One query against a cache that is longer than what it holds."""
-    for lengths in ((700, 1, 129, 64), (0, 1, 1024, 333)):
-        case = call(heads, (1, 1024), (128, 128), 4, **options)
-        case.options["seq_lens_kv"] = lens(*lengths)
-        assert_right(spoiled(case), gradients=False)
-        assert_right(case)
+    for lengths in ((700, 1, 129, 64), (0, 1, 1024, 333), (0, 0, 0, 1)):
+        for dim in (64, 128):
+            case = call(heads, (1, 1024), (dim, dim), 4, **BAND[band], **SCORES[scores])
+            case.options["seq_lens_kv"] = lens(*lengths)
+            right_or_refused(spoiled(case), gradients=False)
+            right_or_refused(case)
 
 
 @pytest.mark.parametrize("band", BAND)

@@ -45,6 +45,8 @@ OPERATIONS: dict[str, ScoreMod] = {
     "div": lambda s, q, k: s / (1 + 0.01 * k),
     "softsign": lambda s, q, k: 3 * s / (1 + abs(s)),
     "reciprocal": lambda s, q, k: s + 3 / (k + 1),
+    "from a value": lambda s, q, k: 0.01 * k - s,
+    "square": lambda s, q, k: 0.3 * s * s + s,
     "neg": lambda s, q, k: -s,
     "abs": lambda s, q, k: abs(s),
     "exp": lambda s, q, k: torch.exp(0.5 * s),

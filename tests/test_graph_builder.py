@@ -344,7 +344,7 @@ def test_constants_have_the_values_of_the_spec() -> None:
     assert values(softcap=4.0) == values(BACKWARD, softcap=4.0) == {0: 0.25, 1: 4.0}
     assert values(score_mod=RISING, softcap=0.5) == {0: 0.5, 1: 2.0}
     cubed: Any = ("mul", ("mul", ("abs", "score"), "score"), 3.0)
-    assert values(score_mod=cubed) == {0: 3.0}
+    assert values(score_mod=cubed) == {0: 1.0, 1: 3.0}  # a copy of the scores stands second
     assert values(BACKWARD, score_mod=cubed) == {0: -1e9, 1: 3.0, 2: 2.0**-120}
     torn = featured(BACKWARD, score_mod=RISING, query=tensor((2, 4, 5, 64)))
     numbers = [value for uid, (_, value) in constants(torn).items() if uid >= FIRST_NUMBER]

@@ -180,7 +180,7 @@ class Machine:
     """Stands in for device memory and the handle: remembers what a run did with them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.buffer = (ctypes.c_uint64 * 32)()
+        self.buffer = (ctypes.c_uint64 * runtime.MOST_OPERANDS)()
         self.events: list[tuple[Any, ...]] = []
         lease = SimpleNamespace(buffer=self.buffer, address=4096, backend=77)
         monkeypatch.setattr(runtime, "lease", lambda index, stream: lease)

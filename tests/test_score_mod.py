@@ -27,18 +27,21 @@ from cudnn_mha import (
     padded,
     recording,
     reference,
+    runtime,
 )
 from cudnn_mha.expressions import (
     OPERANDS,
     Expression,
     derivative,
+    first_hand,
     from_lists,
     numbers,
     text,
     to_lists,
 )
+from cudnn_mha.graph_builder import constants, operands
 from cudnn_mha.plan import compile_plan
-from cudnn_mha.score_mod import MAX_OPERATIONS, ScoreMod, on_tensors, trace
+from cudnn_mha.score_mod import MAX_IN_DERIVATIVE, MAX_OPERATIONS, ScoreMod, on_tensors, trace
 from cudnn_mha.spec import AttentionSpec
 from cudnn_mha.terms import Terms, make_terms
 from tests import interpreter
@@ -216,6 +219,54 @@ def test_derivatives_are_those_of_autograd(expression: Expression, seed: int) ->
     known = {"score": score, "q_index": rows, "kv_index": columns, "gradient": upstream}
     got = torch.zeros_like(score) if change == 0.0 else interpreter.evaluated(change, known)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def seconds(expression: Expression) -> list[Expression]:
+    """What stands second in the operations of an expression."""
+    if not isinstance(expression, tuple):
+        return []
+    inner = [second for operand in expression[1:] for second in seconds(operand)]
+    return [*expression[2:], *inner]
+
+
+@settings(max_examples=100, deadline=None)
+@given(expression=expressions(), seed=st.integers(0, 99))
+def test_neither_scores_nor_their_gradient_stand_second(expression: Expression, seed: int) -> None:
+    values = torch.rand(4, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    known = dict(zip(("score", "q_index", "kv_index", "gradient"), values, strict=True))
+    for wanted in (expression, derivative(expression), ("sub", expression, "score")):
+        found = first_hand(wanted)
+        assert not {"score", "gradient"} & set(seconds(found))
+        if wanted != 0.0:
+            got, want = (interpreter.evaluated(each, known) for each in (found, wanted))
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mod", [lambda s, q, k: s * s, lambda s, q, k: torch.tanh(s) * s])
+def test_graphs_have_copies_of_the_scores(mod: ScoreMod) -> None:
+    """Kernels of cuDNN 9.28 read other memory where the scores stand second."""
+    spec = attention(score_mod=trace(mod))
+    assert [value for _, value in constants(spec).values()] == [1.0]
+
+
+def test_there_is_room_for_all_numbers() -> None:
+    def many(score: Any, q_index: Any, kv_index: Any) -> Any:
+        for number in range(MAX_OPERATIONS):
+            score = score * (1 + number / 64)
+        return score
+
+    spec = attention(BACKWARD, score_mod=trace(many), causal=True)
+    assert 32 < len(operands(spec)) <= runtime.MOST_OPERANDS
+
+
+def test_derivatives_that_grow_too_large_are_refused_at_once() -> None:
+    def nested(score: Any, q_index: Any, kv_index: Any) -> Any:
+        for _ in range(MAX_OPERATIONS):
+            score = torch.tanh(score)
+        return score
+
+    with pytest.raises(ValueError, match=f"derivative of at most {MAX_IN_DERIVATIVE} operations"):
+        trace(nested)
 
 
 @settings(max_examples=100, deadline=None)
