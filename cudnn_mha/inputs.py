@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cudnn_mha import config
 from cudnn_mha.checks import ALIGNMENT, HALF_DTYPES
+from cudnn_mha.expressions import LARGEST
 from cudnn_mha.spec import (
     AttentionSpec,
     Direction,
@@ -279,8 +280,8 @@ def validate_numbers(o: Options) -> None:
     """Raises ValueError for a number out of its range."""
     if not 0 <= o.dropout_p <= 1:
         raise ValueError(f"dropout_p must be in [0, 1], got {o.dropout_p}")
-    if o.scale is not None and not -math.inf < o.scale < math.inf:
-        raise ValueError(f"scale must be finite, got {o.scale}")
+    if o.scale is not None and not abs(o.scale) <= LARGEST:
+        raise ValueError(f"scale must be finite in float32, got {o.scale}")
 
 
 def require_countable(

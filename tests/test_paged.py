@@ -188,7 +188,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"alibi_slopes": lens(1, 1, 1, 1)}, TypeError, "alibi_slopes must be of a floating-point"),
     ({"window": (1, -2)}, ValueError, "window must hold -1"),
     ({"causal_alignment": "left"}, ValueError, "causal_alignment must be one of"),
-    ({"scale": math.inf}, ValueError, "scale must be finite, got inf"),
+    ({"scale": math.inf}, ValueError, "scale must be finite in float32, got inf"),
 ]
 
 
