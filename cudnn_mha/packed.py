@@ -49,7 +49,15 @@ from cudnn_mha.inputs import (
     sign_moved,
     validate_numbers,
 )
-from cudnn_mha.sequences import Operands, bucket, bucket_of_tokens, ragged
+from cudnn_mha.sequences import (
+    Operands,
+    bucket,
+    bucket_of_tokens,
+    on_host,
+    ragged,
+    require_lengths,
+    require_starts,
+)
 from cudnn_mha.spec import AttentionSpec, Direction, TensorSpec, contiguous_stride
 from cudnn_mha.terms import Terms, make_terms, paper_slopes
 
@@ -94,7 +102,8 @@ def cudnn_sdpa_varlen(
         key: ``(Tkv, Hk, Dqk)``; Hk divides Hq, as for `cudnn_sdpa` with ``enable_gqa``.
         value: ``(Tkv, Hv, Dv)``.
         cu_seqlens_q, cu_seqlens_kv: ``(B + 1,)`` int32 or int64 on the device, ascending from 0
-            or more up to Tq and Tkv at most. That is not checked, which would wait for the device.
+            or more up to Tq and Tkv at most. On a device that is not checked, which would wait
+            for it; on the CPU what is wrong raises, of lengths too.
         max_seqlen_q, max_seqlen_kv: at least the longest sequence; what a sequence is longer is
             ignored.
         seq_lens_q, seq_lens_kv: ``(B,)`` integers: only so many first tokens of each slot belong
@@ -167,9 +176,16 @@ def validate(given: Given, longest_q: int, longest_kv: int, options: Options) ->
         raise ValueError(f"cu_seqlens_q must be of shape (B + 1,), got {shape}")
     require_fit("cu_seqlens_q", given.starts_q, shape, query, whole=True)
     require_fit("cu_seqlens_kv", given.starts_kv, shape, query, whole=True)
-    for name, lengths in (("seq_lens_q", given.lengths_q), ("seq_lens_kv", given.lengths_kv)):
+    require_starts("cu_seqlens_q", given.starts_q, query.shape[0])
+    require_starts("cu_seqlens_kv", given.starts_kv, key.shape[0])
+    for name, lengths, starts in (
+        ("seq_lens_q", given.lengths_q, given.starts_q),
+        ("seq_lens_kv", given.lengths_kv, given.starts_kv),
+    ):
         if lengths is not None:
             require_fit(name, lengths, (shape[0] - 1,), query, whole=True)
+            if on_host(starts):
+                require_lengths(name, lengths, starts.diff().tolist(), "what its slot has")
     for name, by_head in (("alibi_slopes", given.slopes), ("sinks", given.sinks)):
         if by_head is not None:
             require_fit(name, by_head, (query.shape[1],), query, whole=False)

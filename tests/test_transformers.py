@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import padded_models
-from cudnn_mha import config, dispatch
+from cudnn_mha import config, dispatch, packed, sequences
 from cudnn_mha.functional import cudnn_sdpa
 from cudnn_mha.packed import cudnn_sdpa_varlen
 from tests.support import no_waits
@@ -458,6 +458,8 @@ def test_a_training_step_reads_nothing_back(
         raise AssertionError("a list is read from the device")
 
     monkeypatch.setattr(Tensor, "tolist", refuse)  # which no mode sees
+    for module in (packed, sequences):  # on the CPU lengths are looked at
+        monkeypatch.setattr(module, "on_host", lambda *_: False)
     with NoHostReads():
         model(**inputs).loss.backward()
 
