@@ -41,7 +41,7 @@ _QUERIES = ("query", "output", "grad_output", "grad_query")
 def on_host(*tensors: Tensor) -> bool:
     """Whether the values of tensors can be looked at without waiting for a device."""
     return (
-        all(type(t) is Tensor and t.device.type == "cpu" for t in tensors)
+        all(type(t) is Tensor and t.is_cpu for t in tensors)
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
     )

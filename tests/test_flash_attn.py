@@ -932,7 +932,7 @@ def changes(name: str, given: Any) -> list[Any]:
     if isinstance(given, Tensor):
         fewer = [] if name == "cu_seqlens" else [given[:2]]
         return [given.float(), *fewer, given[None], given.to("meta"), -1 - given, "s"]
-    return {
+    known: dict[str, list[Any]] = {
         "dropout_p": [-0.1, 1.5, "s"],
         "softmax_scale": [float("inf"), float("nan"), "s", 1e39],
         "causal": ["s", 1, None],
@@ -946,7 +946,8 @@ def changes(name: str, given: Any) -> list[Any]:
         "cache_seqlens": [1.5, -1, 99, torch.full((B,), 99), torch.zeros(B, device="meta").int()],
         "cache_batch_idx": [torch.zeros(B), torch.full((B,), -1), 1],
         "cache_leftpad": [torch.zeros(B), torch.full((B,), 99), 1],
-    }.get(name, [-1, 1.5, "s", True] if name.startswith("max_seqlen") else [])
+    }
+    return known.get(name, [-1, 1.5, "s", True] if name.startswith("max_seqlen") else [])
 
 
 WRONG = [

@@ -192,7 +192,7 @@ def test_errors_of_the_function_itself_are_its_own() -> None:
     with pytest.raises(ZeroDivisionError):
         trace(lambda s, q, k: s * (1 / 0))
     with pytest.raises(TypeError, match="unsupported operand"):
-        trace(lambda s, q, k: s * (None + 1))
+        trace(lambda s, q, k: s * cast(Any, None + 1))  # type: ignore[operator]
 
 
 # ------------------------------------------------------------------------------------ expressions
