@@ -19,11 +19,9 @@ What differs, each time to the better-defined side:
 
 from __future__ import annotations
 
-import functools
 import operator
-import re
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +29,7 @@ from torch import Tensor
 from cudnn_mha.extended import require_fit
 from cudnn_mha.functional import cudnn_sdpa
 from cudnn_mha.integrations import kv_cache
+from cudnn_mha.integrations.naming import in_words
 from cudnn_mha.packed import cudnn_sdpa_varlen
 from cudnn_mha.paged import cudnn_sdpa_paged
 from cudnn_mha.sequences import on_host, require_lengths, require_pages, require_starts
@@ -47,8 +46,6 @@ __all__ = [
 
 Result = Any
 """A tensor, or a tuple of them where more is asked for; a union would trouble every caller."""
-
-_Function = TypeVar("_Function", bound=Callable[..., Result])
 
 _DENSE = {
     "query": "q",
@@ -90,31 +87,7 @@ _ONE_SIDE = {
 }
 
 
-def _in_words(names: dict[str, str]) -> Callable[[_Function], _Function]:
-    """Errors about arguments get the names that the decorated function has for them.
-
-    Args:
-        names: by the names that messages have inside.
-    """
-    pattern = re.compile(rf"\b({'|'.join(names)})\b")
-
-    def decorate(function: _Function) -> _Function:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Result:
-            try:
-                return function(*args, **kwargs)
-            except (ValueError, TypeError, RuntimeError) as error:
-                if len(error.args) == 1 and isinstance(error.args[0], str):
-                    text = pattern.sub(lambda found: names[found[0]], error.args[0])
-                    error.args = (text,)
-                raise
-
-        return cast(_Function, call)
-
-    return decorate
-
-
-@_in_words(_DENSE)
+@in_words(_DENSE)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -182,7 +155,7 @@ def flash_attn_func(
     return _triple(*_each(_dense, alibi_slopes, options, q, k, v, None))
 
 
-@_in_words(_OF_KV)
+@in_words(_OF_KV)
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -201,7 +174,7 @@ def flash_attn_kvpacked_func(
     return flash_attn_func(q, k, v, *rest, deterministic, return_attn_probs)
 
 
-@_in_words(_OF_QKV)
+@in_words(_OF_QKV)
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -219,7 +192,7 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(q, k, v, *rest, deterministic, return_attn_probs)
 
 
-@_in_words(_VARLEN)
+@in_words(_VARLEN)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -313,7 +286,7 @@ def flash_attn_varlen_func(
     return _triple(output, torch.stack([part[1] for part in parts]).amax(0))
 
 
-@_in_words(_OF_KV)
+@in_words(_OF_KV)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -351,7 +324,7 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
-@_in_words(_OF_QKV | _ONE_SIDE)
+@in_words(_OF_QKV | _ONE_SIDE)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -386,7 +359,7 @@ def flash_attn_varlen_qkvpacked_func(
     )
 
 
-@_in_words(_CACHE)
+@in_words(_CACHE)
 @torch.no_grad()
 def flash_attn_with_kvcache(
     q: Tensor,
