@@ -601,10 +601,15 @@ def _unpacked(name: str, packed: Tensor, count: int, ndim: int) -> tuple[Tensor,
     return packed.unbind(-3)
 
 
-def _require_shapes(ndim: int, shape: str, **tensors: Tensor) -> None:
+def _require_tensors(**tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+
+
+def _require_shapes(ndim: int, shape: str, **tensors: Tensor) -> None:
+    _require_tensors(**tensors)
+    for name, tensor in tensors.items():
         if tensor.dim() != ndim:
             raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
 
@@ -626,9 +631,7 @@ def _require_heads(q: Tensor, **tensors: Tensor) -> None:
 
 
 def _require_starts(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(starts, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(starts).__name__}")
+    _require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     shape = tuple(cu_seqlens_q.shape)
     if len(shape) != 1 or shape[0] < 1:
         raise ValueError(f"cu_seqlens_q must be of shape (B + 1,), got {shape}")
@@ -656,8 +659,7 @@ def _longest(name: str, given: int | Tensor, starts: Tensor) -> int:
 
 
 def _require_table(block_table: Tensor, q: Tensor, batch: int) -> None:
-    if not isinstance(block_table, Tensor):
-        raise TypeError(f"block_table must be a torch.Tensor, got {type(block_table).__name__}")
+    _require_tensors(block_table=block_table)
     if block_table.dim() != 2 or block_table.shape[0] != batch:
         raise ValueError(f"block_table must be ({batch}, M), got {tuple(block_table.shape)}")
     require_fit("block_table", block_table, tuple(block_table.shape), q, whole=True)
@@ -674,8 +676,7 @@ def _require_no_dmask(dropout_p: float, return_attn_probs: bool) -> None:
 def _require_slopes(slopes: Tensor | None, batch: int, heads: int) -> None:
     if slopes is None:
         return
-    if not isinstance(slopes, Tensor):
-        raise TypeError(f"alibi_slopes must be a torch.Tensor or None, got {type(slopes).__name__}")
+    _require_tensors(alibi_slopes=slopes)
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(
             f"alibi_slopes must be ({heads},) or ({batch}, {heads}), one slope for each head or "
@@ -712,8 +713,7 @@ def _validate_cache(
             continue
         if block_table is not None:
             raise ValueError(f"{name} must be None beside block_table; let the table say it")
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
+        _require_tensors(**{name: tensor})
         require_fit(name, tensor, (batch,), q, whole=True)
     index = rows["cache_batch_idx"]
     if index is not None:
