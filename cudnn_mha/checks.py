@@ -267,6 +267,15 @@ def check(spec: AttentionSpec, device: Device, version: int) -> tuple[Reason, ..
     return tuple(reason for rule in _RULES for reason in rule(spec, device, version))
 
 
+def not_half(dtype: str) -> Reason:
+    """The reason for a call of another dtype than cuDNN attention computes in."""
+    return Reason(
+        "dtype",
+        f"query, key and value must be float16 or bfloat16, got {dtype}; cast them or use "
+        "torch.autocast",
+    )
+
+
 def _capability(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason]:
     if device.sm < 80:
         yield Reason(
@@ -278,13 +287,15 @@ def _capability(spec: AttentionSpec, device: Device, version: int) -> Iterator[R
 
 def _dtypes(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason]:
     found = {name: getattr(spec, name).dtype for name in ("query", "key", "value")}
-    if len(set(found.values())) > 1 or spec.query.dtype not in HALF_DTYPES:
+    if len(set(found.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
         yield Reason(
             "dtype",
             f"query, key and value must all be float16 or all bfloat16, got {listed}; cast them "
             "or use torch.autocast",
         )
+    elif spec.query.dtype not in HALF_DTYPES:
+        yield not_half(spec.query.dtype)
     if spec.bias is not None and spec.bias.dtype not in BIAS_DTYPES:
         yield Reason(
             "bias_dtype", f"a float attn_mask must be one of {BIAS_DTYPES}, got {spec.bias.dtype}"
@@ -417,7 +428,10 @@ def _exclusive(spec: AttentionSpec, device: Device, version: int) -> Iterator[Re
 def _sinks(spec: AttentionSpec, device: Device, version: int) -> Iterator[Reason]:
     if spec.sinks and not spec.backward and spec.seq_q == 1:
         yield Reason(
-            "sinks_single_query", "sinks need a graph for Sq > 1, got Sq = 1; drop the sinks"
+            "sinks_single_query",
+            "sinks are not served for one query where a gradient is wanted: kernels for one query "
+            "know no sinks, and what applies them afterwards has no gradient; call it under "
+            "torch.no_grad(), or make it two queries",
         )
 
 

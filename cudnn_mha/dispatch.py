@@ -24,6 +24,7 @@ from cudnn_mha.checks import Kind, Reason
 from cudnn_mha.devices import Device
 from cudnn_mha.errors import CudnnSdpaUnsupportedError, CudnnUnavailableError
 from cudnn_mha.inputs import (
+    DTYPES,
     Options,
     Outline,
     addressable,
@@ -45,7 +46,7 @@ logger = logging.getLogger("cudnn_mha")
 TRANSIENT = {"capture", "compiling"}
 """Rules that may not hold the next time, so that a decision with them is not kept."""
 
-NO_SPEC = {"device", "ndim", "dtype", "empty"}
+NO_SPEC = {"device", "ndim", "empty"}
 """Rules of calls that no spec can be made of, so that there is nothing to look at any closer."""
 
 ALONE = {"cudnn", "workspace_limit"}
@@ -203,7 +204,7 @@ def decide(
         device = devices.cuda(query.device.index)
     decision.device = device
     reasons = first_reasons(query, key, value, device, chosen=chosen)
-    if NO_SPEC & {reason.rule for reason in reasons}:
+    if not describable(query, reasons):
         decision.reasons = tuple(reasons)
         return decision
     assert device is not None
@@ -278,16 +279,20 @@ def first_reasons(
             Reason("ndim", f"the tensors must have 3 or 4 dimensions, got {query.dim()}")
         )
     if not is_half(query.dtype):
-        reasons.append(
-            Reason(
-                "dtype",
-                f"query, key and value must be float16 or bfloat16, got {query.dtype}; cast them "
-                "or use torch.autocast",
-            )
-        )
+        reasons.append(checks.not_half(str(query.dtype).removeprefix("torch.")))
     if 0 in (*query.shape, *key.shape, *value.shape):
         reasons.append(Reason("empty", "a dimension is 0; there is nothing for cuDNN to compute"))
     return reasons
+
+
+def describable(query: Tensor, reasons: Iterable[Reason]) -> bool:
+    """Whether a spec can be made of a call, for which all reasons can then be found.
+
+    Args:
+        query: the caller's.
+        reasons: those of `first_reasons`.
+    """
+    return query.dtype in DTYPES and NO_SPEC.isdisjoint(reason.rule for reason in reasons)
 
 
 def library_version() -> tuple[int, list[Reason]]:

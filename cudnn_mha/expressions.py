@@ -16,6 +16,9 @@ Expression = str | float | tuple[Any, ...]
 
 LEAVES = ("score", "q_index", "kv_index")
 
+LARGEST = (2 - 2.0**-23) * 2.0**127
+"""The largest number of float32."""
+
 LOWEST = -1e9
 """Below all scores; its square is a number too."""
 
@@ -125,7 +128,7 @@ def from_lists(data: Any) -> Expression:
         name, *operands = data
         if len(operands) == OPERANDS.get(name):
             return (name, *map(from_lists, operands))
-    elif isinstance(data, int | float) and not isinstance(data, bool) and math.isfinite(data):
+    elif isinstance(data, int | float) and not isinstance(data, bool) and abs(data) <= LARGEST:
         return float(data)
     elif isinstance(data, str) and data in LEAVES:
         return data

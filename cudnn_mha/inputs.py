@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cudnn_mha import config
 from cudnn_mha.checks import ALIGNMENT, HALF_DTYPES
+from cudnn_mha.expressions import LARGEST
 from cudnn_mha.spec import (
     AttentionSpec,
     Direction,
@@ -38,12 +39,13 @@ LOW_MASK_ROW = -1e4
 # Elements: PyTorch counts bytes in 63 bits, and a head dimension of 1 is padded to 8.
 _MOST_COUNTED = 2**56
 
-_DTYPES = {
+DTYPES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
     torch.float64: "float64",
 }
+"""How specs call a dtype; tensors of others have none."""
 
 
 @dataclass(frozen=True)
@@ -279,8 +281,8 @@ def validate_numbers(o: Options) -> None:
     """Raises ValueError for a number out of its range."""
     if not 0 <= o.dropout_p <= 1:
         raise ValueError(f"dropout_p must be in [0, 1], got {o.dropout_p}")
-    if o.scale is not None and not -math.inf < o.scale < math.inf:
-        raise ValueError(f"scale must be finite, got {o.scale}")
+    if o.scale is not None and not abs(o.scale) <= LARGEST:
+        raise ValueError(f"scale must be finite in float32, got {o.scale}")
 
 
 def require_countable(
@@ -454,7 +456,7 @@ def _bias(
 def layout_of(tensor: Tensor) -> TensorSpec:
     """Shape, strides and dtype of a tensor, as the spec has them."""
     shape = tuple(tensor.shape)
-    return TensorSpec(shape, canonical_stride(shape, tensor.stride()), _DTYPES[tensor.dtype])
+    return TensorSpec(shape, canonical_stride(shape, tensor.stride()), DTYPES[tensor.dtype])
 
 
 def empty_output(query: Tensor, dim_v: int) -> Tensor:
@@ -604,4 +606,4 @@ def backward_spec(
 
 def is_half(dtype: torch.dtype) -> bool:
     """Whether cuDNN attention computes in ``dtype``."""
-    return _DTYPES.get(dtype) in HALF_DTYPES
+    return DTYPES.get(dtype) in HALF_DTYPES

@@ -50,7 +50,15 @@ from cudnn_mha.routes import (
     slopes_of,
     validate_operands,
 )
-from cudnn_mha.sequences import Operands, bucket, bucket_of_tokens, ragged
+from cudnn_mha.sequences import (
+    Operands,
+    bucket,
+    bucket_of_tokens,
+    on_host,
+    ragged,
+    require_lengths,
+    require_starts,
+)
 from cudnn_mha.spec import AttentionSpec, Direction, TensorSpec, contiguous_stride
 from cudnn_mha.terms import Terms, make_terms, paper_slopes
 
@@ -95,7 +103,8 @@ def cudnn_sdpa_varlen(
         key: ``(Tkv, Hk, Dqk)``; Hk divides Hq, as for `cudnn_sdpa` with ``enable_gqa``.
         value: ``(Tkv, Hv, Dv)``.
         cu_seqlens_q, cu_seqlens_kv: ``(B + 1,)`` int32 or int64 on the device, ascending from 0
-            or more up to Tq and Tkv at most. That is not checked, which would wait for the device.
+            or more up to Tq and Tkv at most. On a device that is not checked, which would wait
+            for it; on the CPU what is wrong raises, of lengths too.
         max_seqlen_q, max_seqlen_kv: at least the longest sequence; what a sequence is longer is
             ignored.
         seq_lens_q, seq_lens_kv: ``(B,)`` integers: only so many first tokens of each slot belong
@@ -168,7 +177,15 @@ def validate(given: Given, longest_q: int, longest_kv: int, options: Options) ->
         raise ValueError(f"cu_seqlens_q must be of shape (B + 1,), got {shape}")
     require_fit("cu_seqlens_q", given.starts_q, shape, query, whole=True)
     require_fit("cu_seqlens_kv", given.starts_kv, shape, query, whole=True)
+    require_starts("cu_seqlens_q", given.starts_q, query.shape[0])
+    require_starts("cu_seqlens_kv", given.starts_kv, key.shape[0])
     validate_operands(given, shape[0] - 1, query.shape[1])
+    for name, lengths, starts in (
+        ("seq_lens_q", given.lengths_q, given.starts_q),
+        ("seq_lens_kv", given.lengths_kv, given.starts_kv),
+    ):
+        if lengths is not None and on_host(starts):
+            require_lengths(name, lengths, starts.diff().tolist(), "what its slot has")
     for name, longest in (("max_seqlen_q", longest_q), ("max_seqlen_kv", longest_kv)):
         if isinstance(longest, bool) or not isinstance(longest, int):
             raise TypeError(f"{name} must be a whole number, got {longest!r}")

@@ -40,7 +40,7 @@ from cudnn_mha.routes import (
     validate_operands,
     with_sinks,
 )
-from cudnn_mha.sequences import Operands
+from cudnn_mha.sequences import Operands, require_lengths, require_pages
 from cudnn_mha.spec import AttentionSpec, Direction, TensorSpec, contiguous_stride, layout_like
 from cudnn_mha.terms import Terms, make_terms, paper_slopes
 
@@ -86,7 +86,8 @@ def cudnn_sdpa_paged(
             Autocast does not cast pages, nor the query beside them.
         value_pages: likewise with Hv and Dv.
         block_table: ``(B, M)`` int32 or int64, the pages of each sequence in order; entries
-            behind the last page in use may be anything. Entries are clamped to the pool.
+            behind the last page in use may be anything. On a device entries are clamped to the
+            pool, and lengths to what there is; on the CPU what is wrong raises.
         seq_lens_kv: ``(B,)`` integers on the device, keys of each sequence, at most M pages full.
         seq_lens_q: ``(B,)`` integers: how many of the first rows of the query are real; output
             zeros and log-sum-exp -inf for the others.
@@ -169,6 +170,11 @@ def validate(given: Given, table: Tensor, options: Options) -> None:
     require_fit("block_table", table, tuple(table.shape), query, whole=True)
     assert given.lengths_kv is not None
     validate_operands(given, batch, query.shape[1])
+    room = table.shape[1] * key.shape[2]
+    require_lengths("seq_lens_kv", given.lengths_kv, room, "what its pages hold")
+    require_pages("block_table", table, given.lengths_kv, key.shape[2], key.shape[0])
+    if given.lengths_q is not None:
+        require_lengths("seq_lens_q", given.lengths_q, query.shape[2], "the rows of query")
 
 
 def _attend(given: Given, table: Tensor, options: Options, terms: Terms) -> Result:

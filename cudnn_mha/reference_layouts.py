@@ -291,6 +291,12 @@ def _check_parts(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     for name, tensors in (("outputs", outputs), ("lses", lses)):
         if isinstance(tensors, Tensor) or not all(isinstance(t, Tensor) for t in tensors):
             raise TypeError(f"`{name}` must be a list of tensors, one for each part.")
+        for place, tensor in enumerate(tensors):
+            if not tensor.is_floating_point():
+                raise TypeError(
+                    f"`{name}[{place}]` must be floating point, got {tensor.dtype}; give what "
+                    "attention returned."
+                )
     if not outputs or len(outputs) != len(lses):
         raise ValueError(
             f"`lses` must be one per output, and at least one, got {len(lses)} for "

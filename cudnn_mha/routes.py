@@ -218,7 +218,7 @@ def begin(
         device = devices.cuda(given.query.device.index)
     route.device = device
     reasons = dispatch.first_reasons(*given[:3], device, chosen=chosen)
-    if any(reason.rule in dispatch.NO_SPEC for reason in reasons):
+    if not dispatch.describable(given.query, reasons):
         route.reasons = tuple(reasons)
         return route, reasons, None
     return route, reasons, device

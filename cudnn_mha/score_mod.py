@@ -7,6 +7,7 @@ compute the same in the same way give equal expressions.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -16,7 +17,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from cudnn_mha.expressions import LEAVES, Expression, derivative, operations, single, text
+from cudnn_mha.expressions import (
+    LARGEST,
+    LEAVES,
+    Expression,
+    derivative,
+    numbers,
+    operations,
+    text,
+)
 
 ScoreMod = Callable[[Any, Any, Any], Any]
 
@@ -68,7 +77,17 @@ def trace(score_mod: ScoreMod | None) -> Expression | None:
         raise TypeError(
             f"score_mod must be a function of (score, q_index, kv_index) or None, got {score_mod!r}"
         )
-    result = score_mod(*(Symbol(leaf, 0) for leaf in LEAVES))
+    _require_arguments(score_mod)
+    try:
+        result = score_mod(*(Symbol(leaf, 0) for leaf in LEAVES))
+    except TypeError as error:
+        # PyTorch asks no argument of these what to do before all are tensors.
+        if not str(error).startswith(("maximum():", "minimum():")):
+            raise
+        raise TypeError(
+            "score_mod must give torch.maximum and torch.minimum no numbers; "
+            "torch.clamp(x, min=number) is the maximum, torch.clamp(x, max=number) the minimum"
+        ) from error
     if not isinstance(result, Symbol):
         raise TypeError(
             f"score_mod must return the new score, made of its arguments, got {result!r}"
@@ -78,6 +97,22 @@ def trace(score_mod: ScoreMod | None) -> Expression | None:
         return None
     _require_derivative(expression)
     return expression
+
+
+def _require_arguments(score_mod: ScoreMod) -> None:
+    """Raises TypeError for a function that does not take the three, as FlexAttention's do not."""
+    try:
+        signature = inspect.signature(score_mod)
+    except (TypeError, ValueError):  # some that are written in C have none
+        return
+    try:
+        signature.bind(*LEAVES)
+    except TypeError:
+        raise TypeError(
+            f"score_mod must take ({', '.join(LEAVES)}), got a function of {signature}; batch and "
+            "head are not available: what depends on them goes into attn_mask, alibi_slopes or "
+            "sinks"
+        ) from None
 
 
 @functools.lru_cache(maxsize=256)
@@ -92,6 +127,12 @@ def _require_derivative(expression: Expression) -> None:
         raise ValueError(
             f"score_mod must have a derivative of at most {MAX_IN_DERIVATIVE} operations, got "
             "more; nest fewer operations"
+        )
+    large = [number for number in numbers(change) if abs(number) > LARGEST]
+    if large:
+        raise ValueError(
+            f"score_mod must have a derivative of numbers that are finite in float32, got "
+            f"{large[0]:g} in that of {text(expression)}; make its factors smaller"
         )
     # Kernels compute tiles of keys, and beyond the last key the score is 0.
     places = torch.tensor([0.0, 1.0, 2.0, 100.0], dtype=torch.float64, device="cpu")
@@ -137,9 +178,13 @@ class Symbol:
         if isinstance(other, Symbol):
             return _made("div", self, other)
         number = _number(other)
-        if number == 0:
-            raise ValueError(f"score_mod divides {self!r} by 0")
-        return _made("mul", self, 1 / number)
+        inverse = 1 / number if number else math.inf
+        if abs(inverse) > LARGEST:
+            raise ValueError(
+                f"score_mod divides {self!r} by {number:g}, whose reciprocal is not finite in "
+                "float32"
+            )
+        return _made("mul", self, inverse)
 
     def __rtruediv__(self, other: Any) -> Symbol:
         inverse = _made("reciprocal", self)
@@ -207,9 +252,12 @@ def _number(value: Any) -> float:
     _refuse_tensor(value)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"score_mod must compute with its arguments and numbers, got {value!r}")
-    number = float(value)
-    if not math.isfinite(number) or not math.isfinite(single(number)):
-        raise ValueError(f"numbers in score_mod must be finite in float32, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond all floats
+        number = math.inf
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"numbers in score_mod must be finite in float32, got {number:g}")
     return number + 0.0  # which makes 0 of -0
 
 

@@ -8,6 +8,7 @@ reads or writes anything beyond a sequence's end: padding may hold NaN.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 from torch import Tensor
@@ -35,6 +36,77 @@ LEAST = 128
 """The shortest length that a plan is made for: shorter ones fill no tile of a kernel either."""
 
 _QUERIES = ("query", "output", "grad_output", "grad_query")
+
+
+def on_host(*tensors: Tensor) -> bool:
+    """Whether the values of tensors can be looked at without waiting for a device."""
+    return (
+        all(type(t) is Tensor and t.is_cpu for t in tensors)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def require_starts(name: str, starts: Tensor, tokens: int) -> None:
+    """Raises ValueError for starts on the host that are none; elsewhere they are not read.
+
+    Args:
+        name: the argument.
+        starts: ``(B + 1,)``.
+        tokens: how many there are.
+    """
+    if not on_host(starts):
+        return
+    found = starts.tolist()
+    if found[0] < 0 or found[-1] > tokens:
+        raise ValueError(
+            f"{name} must start at 0 or more and end at {tokens}, the number of tokens, or less, "
+            f"got {found[0]} and {found[-1]}"
+        )
+    for place, (start, end) in enumerate(itertools.pairwise(found)):
+        if start > end:
+            raise ValueError(f"{name} must ascend, got {start} and then {end} for sequence {place}")
+
+
+def require_lengths(name: str, lengths: Tensor, most: int | list[int], what: str) -> None:
+    """Raises ValueError for lengths on the host that are out of bounds; elsewhere none is read.
+
+    Args:
+        name: the argument.
+        lengths: ``(B,)``.
+        most: the largest that all, or each of them, may be.
+        what: what that is.
+    """
+    if not on_host(lengths):
+        return
+    found = lengths.tolist()
+    bounds = [most] * len(found) if isinstance(most, int) else most
+    for place, (length, bound) in enumerate(zip(found, bounds, strict=True)):
+        if not 0 <= length <= bound:
+            raise ValueError(
+                f"{name} must be from 0 to {bound}, {what}, for sequence {place}, got {length}"
+            )
+
+
+def require_pages(name: str, table: Tensor, lengths: Tensor, page_size: int, pages: int) -> None:
+    """Raises ValueError for pages in use that are none, of a table on the host.
+
+    Args:
+        name: the argument.
+        table: ``(B, M)`` the pages of each sequence in order.
+        lengths: ``(B,)`` how much of them is in use.
+        page_size, pages: how large they are, and how many.
+    """
+    if not on_host(table, lengths):
+        return
+    used = torch.arange(table.shape[1]) * page_size < lengths[:, None]
+    wrong = (used & ((table < 0) | (table >= pages))).nonzero().tolist()
+    if wrong:
+        b, m = wrong[0]
+        raise ValueError(
+            f"{name} must hold pages from 0 to {pages - 1} as far as they are in use, got "
+            f"{int(table[b, m])} for page {m} of sequence {b}"
+        )
 
 
 def bucket(size: int, least: int = LEAST) -> int:

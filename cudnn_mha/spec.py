@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from cudnn_mha.expressions import Expression, from_lists, text, to_lists
 
-ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 class Direction(str, Enum):

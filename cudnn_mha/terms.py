@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
-from cudnn_mha.expressions import Expression
+from cudnn_mha.expressions import LARGEST, Expression
 from cudnn_mha.spec import AttentionSpec
 
 FAR = 2**31 - 1
@@ -118,8 +117,11 @@ def make_terms(
     if softcap is not None:
         if isinstance(softcap, bool) or not isinstance(softcap, int | float):
             raise TypeError(f"softcap must be a number or None, got {softcap!r}")
-        if not 0 <= softcap < math.inf:
-            raise ValueError(f"softcap must be positive, or None or 0 for none, got {softcap}")
+        if softcap and not 1 / LARGEST <= softcap <= LARGEST:
+            raise ValueError(
+                "softcap must be positive, or None or 0 for none, and like its reciprocal finite "
+                f"in float32, got {softcap}"
+            )
     return Terms(
         left,
         right,

@@ -9,7 +9,8 @@ One node, as many processes as it has GPUs, and several nodes, each with its own
 
 Without GPUs it runs on the CPU through gloo, where both compute by PyTorch::
 
-    torchrun --standalone --nproc-per-node 2 examples/distributed.py --width 64 --layers 2
+    torchrun --standalone --nproc-per-node 2 examples/distributed.py --width 96 --layers 2 \
+        --length 128
 """
 
 from __future__ import annotations
@@ -31,6 +32,17 @@ from cudnn_mha import cudnn_sdpa
 
 VOCABULARY = 256  # bytes
 WARM_UP = 2  # steps that compile plans and grow buffers
+
+SIZES = {
+    "layers": (12, "of the model"),
+    "width": (768, "of a token's vector"),
+    "heads": (12, "of the queries"),
+    "groups": (4, "heads of keys and values"),
+    "length": (2048, "tokens of a sequence"),
+    "batch": (8, "sequences of each rank"),
+    "steps": (50, "that are timed"),
+}
+"""Options that are numbers: their defaults, and what they count."""
 
 Attend = Callable[..., Tensor]
 
@@ -142,18 +154,33 @@ def wait(device: torch.device) -> None:
     dist.barrier()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--parallel", nargs="+", choices=("ddp", "fsdp"), default=["ddp"])
-    parser.add_argument("--compile", action="store_true", help="compile the model")
-    parser.add_argument("--text", type=Path, help="file to learn from (default: made up)")
-    sizes = {"layers": 12, "width": 768, "heads": 12, "groups": 4, "length": 2048, "batch": 8}
-    for name, default in (sizes | {"steps": 50}).items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parallel",
+        nargs="+",
+        choices=("ddp", "fsdp"),
+        default=["ddp"],
+        help="what ranks share, gradients (ddp) or all of the model (fsdp); default: ddp",
+    )
+    parser.add_argument("--compile", action="store_true", help="train through torch.compile")
+    parser.add_argument("--text", type=Path, help="file to learn from; default: made up")
+    for name, (default, what) in SIZES.items():
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"{what}; default: %(default)s"
+        )
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it by `torchrun --standalone --nproc-per-node 2`, see above")
+        parser.error("start it by `torchrun --standalone --nproc-per-node 2`, see --help")
+    if args.width % args.heads or args.heads % args.groups:
+        parser.error("--heads must divide --width, and --groups must divide --heads")
+    return args
 
+
+def main() -> None:
+    args = arguments()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

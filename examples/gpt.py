@@ -1,4 +1,6 @@
-"""A small GPT and its text: what `train_gpt.py` and `padded_batch.py` train.
+"""A small GPT and its text: what `train_gpt.py`, `padded_batch.py` and `long_context.py` train.
+
+This is no script: those three import it.
 
 How attention is computed is an argument of the model's forward, a function of query, key and
 value, each ``(B, H, S, D)``. So one model serves to compare implementations.
@@ -116,3 +118,9 @@ def synchronize(device: torch.device) -> None:
     """Waits for a GPU, so that a clock that is read then has seen its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        "this is no script: run train_gpt.py, padded_batch.py or long_context.py, which import it"
+    )

@@ -91,10 +91,22 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="WAY",
         help=f"some of {', '.join(WAYS)}; default: full, window and flex, on a CPU mask for flex",
     )
-    parser.add_argument("--layers", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--heads", type=int, default=8 if on_gpu else 2, help="of 128 each")
-    parser.add_argument("--steps", type=int, default=10, help="default: %(default)s")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--layers", type=int, default=2, help="of the model; default: %(default)s")
+    parser.add_argument(
+        "--heads",
+        type=int,
+        default=8 if on_gpu else 2,
+        help="of 128 dimensions each; default: %(default)s",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, help="that are timed; default: %(default)s"
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cuda" if on_gpu else "cpu",
+        help="default: cuda, if there is one",
+    )
     args = parser.parse_args(argv)
     if args.device == "cpu" and "flex" in args.attention:
         parser.error("FlexAttention has no backward on a CPU; choose among the other ways")

@@ -71,17 +71,28 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, help="of train_gpt.py --save; default: a new one")
-    parser.add_argument("--batch", type=int, default=16 if on_gpu else 4, help="sequences")
+    parser.add_argument(
+        "--batch", type=int, default=16 if on_gpu else 4, help="sequences; default: %(default)s"
+    )
     parser.add_argument(
         "--longest", type=int, default=2048 if on_gpu else 128, help="tokens; default: %(default)s"
     )
     parser.add_argument(
         "--shortest", type=int, help="tokens; default: an eighth of the longest sequence"
     )
-    parser.add_argument("--steps", type=int, default=20, help="default: %(default)s")
-    parser.add_argument("--rate", type=float, default=1e-4, help="learning rate")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--steps", type=int, default=20, help="of training; default: %(default)s")
+    parser.add_argument(
+        "--rate", type=float, default=1e-4, help="learning rate; default: %(default)s"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights and batches; default: %(default)s"
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cuda" if on_gpu else "cpu",
+        help="default: cuda, if there is one",
+    )
     return parser.parse_args(argv)
 
 

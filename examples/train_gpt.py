@@ -78,15 +78,28 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--attention", choices=[*ATTENTIONS, "both"], default="cudnn")
-    parser.add_argument("--size", choices=SIZES, help="default: baby, on a CPU tiny")
+    parser.add_argument(
+        "--attention",
+        choices=[*ATTENTIONS, "both"],
+        default="cudnn",
+        help="who computes it; default: %(default)s",
+    )
+    parser.add_argument("--size", choices=SIZES, help="of the model; default: baby, on a CPU tiny")
     parser.add_argument("--batch", type=int, help="sequences in each process; default: by size")
-    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--report", type=int, default=20, help="steps between two lines")
-    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--text", type=Path, default=TEXT, help="default: some sonnets")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is one")
+    parser.add_argument("--steps", type=int, default=200, help="of training; default: %(default)s")
+    parser.add_argument(
+        "--report", type=int, default=20, help="steps between two lines; default: %(default)s"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=1e-3, help="learning rate; default: %(default)s"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights and batches; default: %(default)s"
+    )
+    parser.add_argument(
+        "--text", type=Path, default=TEXT, help="file to learn from; default: some sonnets"
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda, if there is one")
     parser.add_argument("--compile", action="store_true", help="train through torch.compile")
     parser.add_argument("--save", type=Path, help="write the last model to this file")
     return parser.parse_args(argv)

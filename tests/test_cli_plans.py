@@ -421,7 +421,7 @@ Q = ("--q", "2,4,8,64")
         ((*Q, "--workspace-limit", "much"), "workspace_limit must be a number of bytes or"),
         ((*Q, "--window", "1"), "'1' is no window such as 1023,0 or -1,128"),
         ((*Q, "--softcap", "inf"), "softcap must be positive"),
-        ((*Q, "--lengths", "--dtype", "fp32"), "must be float16 or bfloat16, got torch.float32"),
+        (("--q", "2,4,0,64", "--lengths"), "a dimension is 0; there is nothing for cuDNN"),
         ((*Q, "--jobs", "0"), "'--jobs': 0 is not in the range x>=1"),
         ((*Q, "--gpu", "h300"), "'h300' is not one of 'a10',"),
     ],

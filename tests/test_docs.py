@@ -99,6 +99,15 @@ def test_which_blocks_are_run() -> None:
     assert "not run" not in re.sub(_BLOCK, "", "".join(PAGES.values()))  # none is misplaced
 
 
+def test_each_integration_says_its_limits_and_versions() -> None:
+    pages = {name: page for name, page in PAGES.items() if "integrations/" in name}
+    assert len(pages) == 6
+    for page in pages.values():
+        _, limits = page.split("\n## Limits\n")
+        limits, _ = limits.split("\n## Reference\n")
+        assert limits.startswith("\n* ") and "\n**Versions:** " in limits
+
+
 # ------------------------------------------------------------------------------------ messages
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import math
 import os
@@ -29,7 +30,7 @@ from tests import support
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CONTAINER = EXAMPLES / "container"
 SCRIPTS = ("train_gpt", "padded_batch", "long_context")
-MODULES = (*SCRIPTS, "gpt", "serve", "without_docker")
+MODULES = (*SCRIPTS, "gpt", "serve", "without_docker", "distributed")
 
 Load = Callable[[str], ModuleType]
 
@@ -81,6 +82,42 @@ def test_help(load: Load, name: str, capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert module.__doc__.strip() in printed
     assert "None" not in printed  # a default that is worked out is said in words
+
+
+SEVERAL = "distributed"  # needs torchrun, which tests/test_example_distributed.py is for
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "serve", "without_docker", SEVERAL])
+def test_every_option_says_what_it_is(
+    load: Load, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsers: list[argparse.ArgumentParser] = []
+
+    def stop(parser: argparse.ArgumentParser, *_: Any) -> None:
+        parsers.append(parser)
+        raise SystemExit
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    with pytest.raises(SystemExit):
+        load(name).main()
+    (parser,) = parsers
+    module = load(name)
+    assert module.__doc__ is not None and parser.description == module.__doc__
+    assert len(parser._actions) > 1
+    for action in parser._actions:
+        assert action.help, action.option_strings
+        if action.default not in (None, False, argparse.SUPPRESS):
+            assert "default: " in action.help, action.option_strings
+
+
+def test_what_is_no_script_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "gpt.py"), "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "this is no script: run train_gpt.py, padded_batch.py or long_con"
+    )
 
 
 # ----------------------------------------------------------------------------------- training

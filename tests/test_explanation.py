@@ -156,6 +156,54 @@ def test_who_computes_instead() -> None:
     assert verdict.graphs[0].engine is None
 
 
+# Half precision would not help these.
+OTHER_DTYPES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "ordinary": (
+        lambda **o: explain(*((2, 4, 1, 520),) * 3, dropout_p=0.3, requires_grad=True, **o),
+        {"gpu": "a10"},
+        ["dtype", "dropout", "single_token", "head_dim"],
+    ),
+    "padded": (
+        lambda **o: explain(SHAPE, SHAPE, SHAPE, softcap=2.0, seq_lens_kv=True, **o),
+        {"gpu": "h200"},
+        ["dtype", "score_operations"],
+    ),
+    "packed": (
+        lambda **o: explain_varlen(*(TOKENS,) * 3, (4,), (4,), 200, 200, softcap=2.0, **o),
+        {"gpu": "h200"},
+        ["dtype", "score_operations"],
+    ),
+    "paged": (
+        lambda **o: explain_paged((2, 8, 1, 64), *((40, 2, 12, 64),) * 2, (2, 5), **o),
+        {"gpu": "h200"},
+        ["dtype", "page_size"],
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("call", OTHER_DTYPES)
+def test_reasons_besides_the_dtype_are_named(call: str, dtype: torch.dtype) -> None:
+    ask, options, rules = OTHER_DTYPES[call]
+    verdict = ask(**options, dtype=dtype)
+    assert [reason.rule for reason in verdict.reasons] == rules
+    assert [r.rule for r in ask(**options).reasons] == rules[1:]
+    name = str(dtype).removeprefix("torch.")
+    assert verdict.reasons[0].message.startswith(
+        f"query, key and value must be float16 or bfloat16, got {name}; "
+    )
+    assert f":{name}" in verdict.graphs[0].spec
+
+
+def test_a_dtype_that_no_graph_has_is_named() -> None:
+    verdict = explain(SHAPE, SHAPE, SHAPE, dtype=torch.float8_e4m3fn, gpu="h200")
+    assert [reason.message for reason in verdict.reasons] == [
+        "query, key and value must be float16 or bfloat16, got float8_e4m3fn; cast them or use "
+        "torch.autocast"
+    ]
+    assert verdict.graphs == ()
+
+
 def test_where_the_tensors_are() -> None:
     q = torch.zeros(1, 2, 8, 16, dtype=torch.float16)
     verdict = explain(q, q, q, softcap=2.0)

@@ -231,6 +231,17 @@ def test_one_query_head_serves_all() -> None:
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_gqa": True}, {"softcap": 1.5}, {"seq_lens_kv": lens(7, 1, 4)}]
+)
+def test_the_log_sum_exp_is_float32_of_any_dtype(options: dict[str, Any]) -> None:
+    leaves = qkv()
+    output, lse = cudnn_sdpa(*leaves, return_lse=True, **options)
+    _, want = from_definition(leaves, options)
+    assert (output.dtype, lse.dtype, want.dtype) == (torch.float64, torch.float32, torch.float64)
+    assert torch.equal(lse, want.float())
+
+
 def test_parts_merge_to_the_whole_with_their_gradients() -> None:
     """Where PyTorch computes, the log-sum-exp has a gradient, which the parts' weights are."""
     leaves = qkv()

@@ -7,16 +7,26 @@ The GPU tests make sure that cuDNN computes the ordinary calls, and hold them to
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from cudnn_mha import dispatch, explain, explain_paged, explain_varlen
+from cudnn_mha import (
+    cudnn_sdpa,
+    cudnn_sdpa_paged,
+    cudnn_sdpa_varlen,
+    dispatch,
+    explain,
+    explain_paged,
+    explain_varlen,
+)
 from cudnn_mha.integrations import flash_attn
 from cudnn_mha.integrations.flash_attn import (
     flash_attn_func,
@@ -169,7 +179,6 @@ TERMS: dict[str, dict[str, Any]] = {
     "window_unbounded": {"window_size": (-7, 3)},
     "causal_window": {"causal": True, "window_size": (2, 5)},
     "softcap": {"softcap": 1.5},
-    "softcap_off": {"softcap": -1.0},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 1.0])},
     "alibi_by_sequence": {"alibi_slopes": torch.arange(1.0, 13.0).view(B, H) / 9},
     "all": {
@@ -805,6 +814,34 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
         "k must be .* to go into k_cache",
         lambda: one_new(k=torch.zeros(B, 1, HK, D), cache_seqlens=1),
     ),
+    "rows_beyond": (
+        "cache_batch_idx must be from 0 to 2, .* for sequence 1, got 3",
+        lambda: cache(cache_batch_idx=torch.tensor([0, 3, 1])),
+    ),
+    "lengths_beyond": (
+        "cache_seqlens must be from 0 to 11, .* for sequence 2, got 12",
+        lambda: one_new(cache_seqlens=torch.tensor([0, 11, 12])),
+    ),
+    "lengths_fraction": (
+        "cache_seqlens must be a whole number, got 1.5",
+        lambda: cache(cache_seqlens=1.5),
+    ),
+    "leftpad_beyond": (
+        "cache_leftpad must be from 0 to 5, .* for sequence 1, got 6",
+        lambda: cache(cache_seqlens=5, cache_leftpad=torch.tensor([5, 6, 0])),
+    ),
+    "page_of_new": (
+        "block_table must hold pages from 0 to 2 .*, got 3 for page 1 of sequence 2",
+        lambda: one_new(
+            cache_seqlens=ROOM,
+            block_table=torch.tensor([[0, 1], [1, 1], [2, 3]], dtype=torch.int32),
+        ),
+    ),
+    "table_kind": ("block_table must be a torch.Tensor", lambda: cache(block_table=[[0]] * B)),
+    "caches_apart": (
+        r"k_cache and v_cache must have the same first two .* \(3, 4, 2, 8\) and \(3, 5, 2, 8\)",
+        lambda: flash_attn_with_kvcache(randn(B, 1, H, D), *(randn(B, n, HK, D) for n in (4, 5))),
+    ),
     "few_rows": (
         "k_cache must have a row for each",
         lambda: flash_attn_with_kvcache(randn(B, 1, H, D), *(randn(2, 4, H, D) for _ in "kv")),
@@ -829,6 +866,135 @@ def test_what_cannot_be_honoured_is_refused_by_name(case: str) -> None:
     message, call = REFUSED[case]
     with pytest.raises((ValueError, TypeError), match=message):
         call()
+
+
+PACKED = randn(8, H, D), randn(8, HK, D), randn(8, HK, D)
+CACHED = randn(B, 1, H, D), randn(B, ROOM, HK, D), randn(B, ROOM, HK, D)
+PAGED = (*CACHED, TABLE)
+VALID: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "dense": (flash_attn_func, {"q": randn(B, 5, H, D), "k": randn(B, 6, HK, D)}),
+    "kv": (flash_attn_kvpacked_func, {"q": randn(B, 5, H, D), "kv": randn(B, 6, 2, HK, D)}),
+    "qkv": (flash_attn_qkvpacked_func, {"qkv": randn(B, 5, 3, H, D)}),
+    "varlen": (
+        flash_attn_varlen_func,
+        dict(zip(("q", "k", "v", *SIDES), (*PACKED, CU, CU, 4, 4), strict=True)),
+    ),
+    "varlen_pages": (
+        flash_attn_varlen_func,
+        dict(
+            zip(
+                ("q", "k", "v", *SIDES, "block_table"),
+                (PACKED[0], *CACHED[1:], CU, CU, 4, 4, TABLE),
+                strict=True,
+            )
+        ),
+    ),
+    "varlen_kv": (
+        flash_attn_varlen_kvpacked_func,
+        dict(
+            zip(
+                ("q", "kv", *SIDES),
+                (PACKED[0], randn(8, 2, HK, D), CU, CU, 4, 4),
+                strict=True,
+            )
+        ),
+    ),
+    "varlen_qkv": (
+        flash_attn_varlen_qkvpacked_func,
+        {"qkv": randn(8, 3, H, D), "cu_seqlens": CU, "max_seqlen": 4},
+    ),
+    "cache": (
+        flash_attn_with_kvcache,
+        {"q": CACHED[0], "k_cache": CACHED[1], "v_cache": CACHED[2]},
+    ),
+    "cache_pages": (
+        flash_attn_with_kvcache,
+        {
+            "q": CACHED[0],
+            "k_cache": CACHED[1],
+            "v_cache": CACHED[2],
+            "block_table": TABLE,
+            "cache_seqlens": torch.full((B,), 4),
+        },
+    ),
+}
+VALID["dense"][1]["v"] = VALID["dense"][1]["k"]
+
+
+def changes(name: str, given: Any) -> list[Any]:
+    """What an argument must not be."""
+    if name == "qkv":
+        return [given.long(), given[..., :2, :, :], given[0], 3]
+    if isinstance(given, Tensor) and given.is_floating_point():
+        uneven = given[..., :1, :] if name == "q" else given[..., [0, 0, 0], :]  # heads
+        others = [given.float(), given.long(), given.to("meta"), given[0], uneven, 3]
+        return others if name.startswith("v") else [*others, given[..., :4]]
+    if isinstance(given, Tensor):
+        fewer = [] if name == "cu_seqlens" else [given[:2]]
+        return [given.float(), *fewer, given[None], given.to("meta"), -1 - given, "s"]
+    known: dict[str, list[Any]] = {
+        "dropout_p": [-0.1, 1.5, "s"],
+        "softmax_scale": [float("inf"), float("nan"), "s", 1e39],
+        "causal": ["s", 1, None],
+        "window_size": [3, (1, 2, 3), (None, None), (True, 1)],
+        "softcap": [-1.0, float("nan"), float("inf"), "s"],
+        "alibi_slopes": [torch.ones(H - 1), torch.ones(H, device="meta"), CU.new_ones(H), 0.5],
+        "deterministic": ["s"],
+        "return_attn_probs": ["s", 1],
+        "return_softmax_lse": ["s", 1],
+        "rotary_interleaved": ["s"],
+        "cache_seqlens": [1.5, -1, 99, torch.full((B,), 99), torch.zeros(B, device="meta").int()],
+        "cache_batch_idx": [torch.zeros(B), torch.full((B,), -1), 1],
+        "cache_leftpad": [torch.zeros(B), torch.full((B,), 99), 1],
+    }
+    return known.get(name, [-1, 1.5, "s", True] if name.startswith("max_seqlen") else [])
+
+
+WRONG = [
+    pytest.param(case, name, n, id=f"{case}-{name}-{n}")
+    for case, (function, valid) in VALID.items()
+    for name, parameter in inspect.signature(function).parameters.items()
+    for n in range(len(changes(name, valid.get(name, parameter.default))))
+]
+OURS = {
+    name
+    for function in (cudnn_sdpa, cudnn_sdpa_varlen, cudnn_sdpa_paged)
+    for name in inspect.signature(function).parameters
+}
+
+
+@pytest.mark.parametrize(("case", "name", "n"), WRONG)
+def test_errors_name_arguments_of_the_function_that_was_called(
+    case: str, name: str, n: int
+) -> None:
+    function, valid = VALID[case]
+    parameters = inspect.signature(function).parameters
+    function(**valid)
+    wrong = changes(name, valid.get(name, parameters[name].default))[n]
+    before = [t.clone() for t in valid.values() if isinstance(t, Tensor)]
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        function(**valid | {name: wrong})
+    text = re.sub("the (query|key|value) of ", "", str(caught.value))
+    words = set(re.findall(r"\w+", text))
+    assert words & set(parameters), str(caught.value)
+    assert not words & (OURS - set(parameters)), str(caught.value)
+    after = [t for t in valid.values() if isinstance(t, Tensor)]
+    assert all(map(torch.equal, before, after))
+
+
+def test_a_cap_of_0_is_none() -> None:
+    given = tensors(5, 5, 5)
+    assert torch.equal(flash_attn_func(*given, softcap=0.0), flash_attn_func(*given))
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.int64, lambda n: torch.tensor([n])])
+def test_the_longest_may_be_a_tensor(kind: Callable[[int], Any]) -> None:
+    for case, table in (("varlen", {}), ("varlen_pages", {"block_table": TABLE})):
+        function, valid = VALID[case]
+        lengths = {"max_seqlen_q": kind(4), "max_seqlen_k": kind(6)}
+        assert torch.equal(function(**valid | lengths | table), function(**valid))
+    longer = flash_attn_varlen_qkvpacked_func(randn(8, 3, H, D), CU, kind(4), causal=True)
+    assert longer.isfinite().all()
 
 
 def test_pages_have_no_gradient() -> None:

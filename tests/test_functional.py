@@ -322,6 +322,7 @@ def test_nothing_to_compute_needs_no_fallback() -> None:
         ({"attn_mask": torch.zeros(SQ, SKV), "is_causal": True}, RuntimeError, "is_causal"),
         ({"dropout_p": 2}, ValueError, "dropout_p"),
         ({"scale": math.nan}, ValueError, "scale"),
+        ({"scale": -1e39}, ValueError, r"scale must be finite in float32, got -1e\+39"),
         ({"attn_mask": torch.zeros(3)}, ValueError, "attn_mask"),
         ({"attn_mask": torch.zeros(SQ, SKV).int()}, TypeError, "attn_mask"),
         ({"workspace_limit": "much"}, ValueError, "workspace_limit"),

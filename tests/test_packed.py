@@ -158,8 +158,9 @@ def test_fallback_with_other_options() -> None:
     assert Packed().ours()[1].requires_grad
 
 
-def test_what_is_longer_than_the_longest_is_ignored() -> None:
+def test_what_is_longer_than_the_longest_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths and slots alike, so that the diagonal ends where the sequence does."""
+    monkeypatch.setattr(packed, "on_host", lambda *_: False)  # as on a device
     query, key = torch.randn(9, H, D), torch.randn(9, H, D)
     options: dict[str, Any] = {"is_causal": True, "causal_alignment": "bottom_right"}
     cu_q, cu_kv = lens(0, 4, 9), lens(0, 6, 9)
@@ -212,6 +213,15 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens_q": CU[:0]}, ValueError, r"cu_seqlens_q must be of shape \(B \+ 1,\), got \(0"),
     ({"cu_seqlens_kv": CU[1:]}, ValueError, r"cu_seqlens_kv must be of shape \(3,\), got \(2,\)"),
     ({"cu_seqlens_q": CU.float()}, TypeError, "cu_seqlens_q must be int32 or int64, got torch.f"),
+    ({"cu_seqlens_q": lens(0, 2, 7)}, ValueError, "cu_seqlens_q must .* end at 6, .* got 0 and 7"),
+    ({"cu_seqlens_q": lens(-1, 2, 6)}, ValueError, "cu_seqlens_q must start at 0 or .* got -1 and"),
+    (
+        {"cu_seqlens_kv": lens(0, 8, 3)},
+        ValueError,
+        "cu_seqlens_kv must ascend, got 8 and then 3 for sequence 1",
+    ),
+    ({"seq_lens_q": lens(2, 5)}, ValueError, "seq_lens_q must be from 0 to 4, .* 1, got 5"),
+    ({"seq_lens_kv": lens(-1, 6)}, ValueError, "seq_lens_kv must be from 0 to 3, .* 0, got -1"),
     ({"seq_lens_q": lens(1)}, ValueError, r"seq_lens_q must be of shape \(2,\), got \(1,\)"),
     ({"seq_lens_kv": [1, 2]}, TypeError, "seq_lens_kv must be a torch.Tensor or None, got list"),
     ({"sinks": torch.ones(2)}, ValueError, r"sinks must be of shape \(4,\), got \(2,\)"),

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cudnn_mha import CudnnSdpaUnsupportedError, checks, cudnn_sdpa_paged, devices, paged, reference
+from cudnn_mha import (
+    CudnnSdpaUnsupportedError,
+    checks,
+    cudnn_sdpa_paged,
+    devices,
+    paged,
+    reference,
+    sequences,
+)
 from cudnn_mha.inputs import Options
 from cudnn_mha.routes import Given, Manner, Route
 from cudnn_mha.terms import Terms
@@ -112,7 +120,8 @@ def test_fallback_with_scale_and_slopes() -> None:
     assert_right(tensors(4, (H, H, H)), {"scale": -0.4, "alibi_slopes": torch.rand(H)})
 
 
-def test_lengths_are_clamped() -> None:
+def test_lengths_are_clamped_where_they_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequences, "on_host", lambda *_: False)
     given = tensors(5)
     options: dict[str, Any] = {"is_causal": True}
     want = cudnn_sdpa_paged(*given, TABLE, lens(12, 0, 12), seq_lens_q=lens(5, 0, 1), **options)
@@ -120,6 +129,31 @@ def test_lengths_are_clamped() -> None:
     got = cudnn_sdpa_paged(*given, TABLE, lens(100, -3, 13), **more, **options)
     assert isinstance(got, Tensor)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"seq_lens_kv": lens(13, 0, 4)},
+            "seq_lens_kv must be from 0 to 12, .* sequence 0, got 13",
+        ),
+        ({"seq_lens_kv": lens(12, -1, 4)}, "seq_lens_kv must be from 0 .* for sequence 1, got -1"),
+        ({"seq_lens_q": lens(5, 6, 1)}, "seq_lens_q must be from 0 to 5, .* sequence 1, got 6"),
+        (
+            {"seq_lens_kv": lens(12, 0, 7)},
+            "block_table must hold pages from 0 to 8 .*, got 99 for page 2 of sequence 2",
+        ),
+        (
+            {"block_table": torch.tensor([[-1, 0, 0, 0]] * 3)},
+            "block_table must hold pages from 0 to 8 .*, got -1 for page 0 of sequence 0",
+        ),
+    ],
+)
+def test_what_is_out_of_bounds_is_named(changed: dict[str, Any], message: str) -> None:
+    given = {"block_table": TABLE, "seq_lens_kv": lens(*LENGTHS)} | changed
+    with pytest.raises(ValueError, match=f"^{message}"):
+        cudnn_sdpa_paged(*tensors(5), **given)
 
 
 def test_the_last_query_belongs_to_the_last_key_unless_said_otherwise() -> None:
@@ -188,7 +222,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"alibi_slopes": lens(1, 1, 1, 1)}, TypeError, "alibi_slopes must be of a floating-point"),
     ({"window": (1, -2)}, ValueError, "window must hold -1"),
     ({"causal_alignment": "left"}, ValueError, "causal_alignment must be one of"),
-    ({"scale": math.inf}, ValueError, "scale must be finite, got inf"),
+    ({"scale": math.inf}, ValueError, "scale must be finite in float32, got inf"),
 ]
 
 

@@ -397,6 +397,14 @@ def test_parts_that_are_no_tensors_are_named() -> None:
         merge([output], [3.0])  # type: ignore[list-item]
 
 
+def test_parts_that_are_no_floating_point_are_named() -> None:
+    output, lse = normal(2, 3, 2), normal(2, 3)
+    with pytest.raises(TypeError, match=r"^`outputs\[1\]` must be floating point, got torch.int32"):
+        merge([output, output.int()], [lse, lse])
+    with pytest.raises(TypeError, match=r"^`lses\[0\]` must be floating point, got torch.bool"):
+        merge([output], [lse > 0])
+
+
 def test_padded_parts_merge_to_padding() -> None:
     """Lengths of the whole say those of the parts, as a sharded cache has them."""
     q, k, v = inputs(skv=8)

@@ -154,7 +154,25 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda s, q, k: s * True, TypeError, "must compute with its arguments and numbers, got True"),
     (lambda s, q, k: s * math.inf, ValueError, "must be finite in float32, got inf"),
     (lambda s, q, k: s * 1e39, ValueError, r"must be finite in float32, got 1e\+39"),
-    (lambda s, q, k: s / 0, ValueError, "divides score by 0"),
+    (lambda s, q, k: s * 10**400, ValueError, "must be finite in float32, got inf"),
+    (lambda s, q, k: torch.clamp(s, max=10**400), ValueError, "must be finite in float32, got inf"),
+    (lambda s, q, k: s / 0, ValueError, "divides score by 0, whose reciprocal is not finite in"),
+    (lambda s, q, k: s / 1e-42, ValueError, "divides score by 1e-42, whose reciprocal is not fin"),
+    (lambda s, q, k: s / 10**400, ValueError, "must be finite in float32, got inf"),
+    (
+        lambda s, q, k: s * 1e30 * 1e30,
+        ValueError,
+        r"got 1e\+60 in that of mul\(mul\(score, 1e\+30\), 1e\+30\); make its factors smaller",
+    ),
+    (lambda s, q, k: torch.minimum(s, 5.0), TypeError, r"no numbers; .* torch.clamp\(x, max="),
+    (lambda s, q, k: torch.maximum(0, s), TypeError, r"torch.clamp\(x, min=number\) is the max"),
+    (
+        lambda score, b, h, q_idx, kv_idx: score,
+        TypeError,
+        r"must take \(score, q_index, kv_index\), got a function of \(score, b, h, q_idx, kv_idx\)"
+        "; batch and head are not available: what depends on them goes into attn_mask",
+    ),
+    (lambda s: s, TypeError, r"must take \(score, q_index, kv_index\), got a function of \(s\)"),
     (lambda s, q, k: torch.clamp(s), ValueError, "needs min or max, got neither"),
     (
         lambda s, q, k: sum((s * n for n in range(2, MAX_OPERATIONS)), s),
@@ -176,8 +194,8 @@ def test_what_no_expression_says_is_named(
 def test_errors_of_the_function_itself_are_its_own() -> None:
     with pytest.raises(ZeroDivisionError):
         trace(lambda s, q, k: s * (1 / 0))
-    with pytest.raises(TypeError, match="takes 1 positional argument but 3 were given"):
-        trace(cast(Any, lambda s: s))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        trace(lambda s, q, k: s * cast(Any, None + 1))  # type: ignore[operator]
 
 
 # ------------------------------------------------------------------------------------ expressions
@@ -309,6 +327,8 @@ def test_every_operation_can_be_traced() -> None:
         ["neg", "score", 1],
         ["add", "score"],
         ["add", "score", math.nan],
+        ["add", "score", 1e39],
+        ["add", "score", 10**400],
         ["add", "score", [3, "score"]],
         {"add": 1},
     ],

@@ -108,6 +108,9 @@ def test_arguments(arguments: dict[str, Any], terms: Terms) -> None:
         ({"softcap": -1.0}, ValueError, "softcap must be positive, .* got -1.0"),
         ({"softcap": math.inf}, ValueError, "softcap must be positive, .* got inf"),
         ({"softcap": math.nan}, ValueError, "softcap must be positive, .* got nan"),
+        ({"softcap": 1e39}, ValueError, r"softcap must be positive, .* got 1e\+39"),
+        ({"softcap": 1e-39}, ValueError, "softcap must be positive, .* reciprocal .* got 1e-39"),
+        ({"softcap": 10**400}, ValueError, "softcap must be positive, .* got 1000"),
     ],
 )
 def test_arguments_that_mean_nothing(

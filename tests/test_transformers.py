@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import padded_models
-from cudnn_mha import config, dispatch
+from cudnn_mha import config, dispatch, packed, sequences
 from cudnn_mha.functional import cudnn_sdpa
 from cudnn_mha.packed import cudnn_sdpa_varlen
 from tests.support import no_waits
@@ -458,6 +458,8 @@ def test_a_training_step_reads_nothing_back(
         raise AssertionError("a list is read from the device")
 
     monkeypatch.setattr(Tensor, "tolist", refuse)  # which no mode sees
+    for module in (packed, sequences):  # on the CPU lengths are looked at
+        monkeypatch.setattr(module, "on_host", lambda *_: False)
     with NoHostReads():
         model(**inputs).loss.backward()
 
@@ -622,8 +624,29 @@ def test_other_patterns_are_masks_of_all_scores(function: Any) -> None:
 def test_a_mask_of_another_size_than_the_scores_is_a_plain_mask() -> None:
     """A model may drop keys after it asked for its mask: PyTorch then says that it does not fit."""
     mask = hf.mask(batch_size=2, q_length=6, kv_length=9, q_offset=3)
-    with pytest.raises(ValueError, match="attn_mask"):
+    with pytest.raises(ValueError, match=r"^attention_mask must broadcast to"):
         direct(attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"scaling": float("nan")}, "scaling must be finite"),
+        ({"dropout": 1.5}, r"dropout must be in \[0, 1\], got 1.5"),
+        ({"softcap": -1.0}, "softcap must be positive"),
+        ({"s_aux": torch.ones(3)}, r"s_aux must be of shape \(4,\), got \(3,\)"),
+        ({"s_aux": 1}, "s_aux must be a torch.Tensor or None, got int"),
+        (
+            {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS + 1},
+            "cu_seq_lens_k must .* end at 12, the number of tokens, or less, got 1 and 13",
+        ),
+    ],
+)
+def test_errors_name_what_transformers_calls_its_arguments(
+    kwargs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+        direct(**kwargs)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
@@ -804,6 +827,33 @@ def test_models_that_attend_themselves_are_refused(name: str, padded: bool) -> N
     model.config._attn_implementation = "cudnn_mha"
     with pytest.raises(ValueError, match="computes its attention itself"):
         model(**given)
+
+
+def test_models_with_a_table_of_layers_stop_in_transformers() -> None:
+    hf.register()
+    sizes = {"vocab_size": WORDS, "hidden_size": 32, "num_layers": 1, "num_heads": 4}
+    made = transformers.GPTNeoConfig(**sizes, attention_types=[[["global"], 1]], bos_token_id=1)
+    made._attn_implementation = "cudnn_mha"
+    with pytest.raises(KeyError, match="'cudnn_mha'"):
+        transformers.GPTNeoModel(made)
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_falcon(alibi: bool) -> None:
+    """With ALiBi it makes a mask of numbers out of ours."""
+    falcon = importlib.import_module("transformers.models.falcon.modeling_falcon")
+    if hasattr(falcon, "FALCON_ATTENTION_CLASSES"):
+        pytest.skip("this release looks its layers up in a table")
+    sizes = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2}
+    model = build("Falcon", "Model", sizes | {"num_attention_heads": 4, "alibi": alibi})
+    words = torch.randint(3, WORDS, (2, 6))
+    kept = torch.ones_like(words)
+    kept[0, 4:] = 0
+    model.set_attn_implementation("eager")
+    want = model(words, attention_mask=kept)[0]
+    model.set_attn_implementation("cudnn_mha")
+    got = model(words, attention_mask=kept)[0]
+    torch.testing.assert_close(got[kept.bool()], want[kept.bool()], rtol=1e-4, atol=1e-4)
 
 
 def test_masks_are_no_numbers() -> None:

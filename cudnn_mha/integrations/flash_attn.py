@@ -9,13 +9,17 @@ What differs, each time to the better-defined side:
 
 * the log-sum-exp of a row that attends to nothing is -inf (its kernels write +inf), and a gradient
   that comes through the log-sum-exp is not dropped;
-* ``dropout_p > 0`` with ``return_attn_probs`` raises, since cuDNN returns no dropout pattern;
+* ``dropout_p > 0`` with ``return_attn_probs`` raises, since cuDNN returns no dropout pattern, and
+  so does a negative ``softcap``, which its kernels take for none;
+* lengths, page numbers and rows that are out of bounds raise where they lie on the CPU; on a device
+  none of them is read back;
 * float32, the CPU, and calls that cuDNN does not serve are computed by PyTorch; the logger
   ``cudnn_mha`` says why, once for each distinct cause.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +28,11 @@ from torch import Tensor
 
 from cudnn_mha.functional import cudnn_sdpa
 from cudnn_mha.integrations import kv_cache
+from cudnn_mha.integrations.naming import in_words
 from cudnn_mha.packed import cudnn_sdpa_varlen
 from cudnn_mha.paged import cudnn_sdpa_paged
+from cudnn_mha.routes import require_fit
+from cudnn_mha.sequences import on_host, require_lengths, require_pages, require_starts
 
 __all__ = [
     "flash_attn_func",
@@ -40,7 +47,47 @@ __all__ = [
 Result = Any
 """A tensor, or a tuple of them where more is asked for; a union would trouble every caller."""
 
+_DENSE = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "scale": "softmax_scale",
+    "is_causal": "causal",
+    "window": "window_size",
+    "return_lse": "return_attn_probs",
+}
+"""What FlashAttention calls the arguments of the functions that compute the call here."""
 
+_VARLEN = _DENSE | {
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "max_seqlen_kv": "max_seqlen_k",
+    "key_pages": "k",
+    "value_pages": "v",
+    "seq_lens_q": "cu_seqlens_q",
+    "seq_lens_kv": "cu_seqlens_k",
+}
+
+_CACHE = _DENSE | {
+    "key": "k_cache",
+    "value": "v_cache",
+    "key_pages": "k_cache",
+    "value_pages": "v_cache",
+    "seq_lens_kv": "cache_seqlens",
+    "return_lse": "return_softmax_lse",
+}
+
+# What holds of a part of a packed projection.
+_OF_KV = {"k": "the key of kv", "v": "the value of kv"}
+_OF_QKV = {"q": "the query of qkv", "k": "the key of qkv", "v": "the value of qkv"}
+_ONE_SIDE = {
+    "cu_seqlens_q": "cu_seqlens",
+    "cu_seqlens_k": "cu_seqlens",
+    "max_seqlen_q": "max_seqlen",
+    "max_seqlen_k": "max_seqlen",
+}
+
+
+@in_words(_DENSE)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -66,7 +113,7 @@ def flash_attn_func(
         softmax_scale: factor on the scores; default ``1/sqrt(D)``.
         causal: right is 0.
         window_size: ``(left, right)``; negative for no bound.
-        softcap: above 0, turns scores s into ``softcap * tanh(s / softcap)``.
+        softcap: above 0, turns scores s into ``softcap * tanh(s / softcap)``; 0 leaves them.
         alibi_slopes: ``(Hq,)`` or ``(B, Hq)``; adds ``-slope * |d|`` to the scores. The latter
             runs as one call for each sequence.
         deterministic: gradients are bit-equal on every run; False follows
@@ -87,6 +134,8 @@ def flash_attn_func(
         raise ValueError(
             f"q, k and v must be of one batch size, got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}"
         )
+    _require_heads(q, k=k, v=v)
+    _require_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     _require_no_dmask(dropout_p, return_attn_probs)
     _require_slopes(alibi_slopes, q.shape[0], q.shape[2])
     options = {
@@ -106,6 +155,7 @@ def flash_attn_func(
     return _triple(*_each(_dense, alibi_slopes, options, q, k, v, None))
 
 
+@in_words(_OF_KV)
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -124,6 +174,7 @@ def flash_attn_kvpacked_func(
     return flash_attn_func(q, k, v, *rest, deterministic, return_attn_probs)
 
 
+@in_words(_OF_QKV)
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -141,6 +192,7 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(q, k, v, *rest, deterministic, return_attn_probs)
 
 
+@in_words(_VARLEN)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -168,7 +220,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: ``(B + 1,)`` int32 or int64: sequence b has the tokens
             ``cu_seqlens[b]`` up to ``cu_seqlens[b + 1]``; with pages the differences are the
             lengths.
-        max_seqlen_q, max_seqlen_k: at least the longest sequence.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence. Tensors of one whole number are
+            taken too and read on the host, which waits for a device that they are on.
         block_table: ``(B, M)`` the pages of each sequence in order; forward only, no dropout.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes: as for
             `flash_attn_func`, within each sequence. Slopes ``(B, Hq)`` take B calls.
@@ -181,6 +234,15 @@ def flash_attn_varlen_func(
         ValueError, TypeError, RuntimeError: as `flash_attn_func`.
     """
     _require_shapes(3, "(tokens, H, D)", q=q)
+    kind = "(tokens, H, D)" if block_table is None else "pages, (pages, page size, H, D)"
+    _require_shapes(3 if block_table is None else 4, kind, k=k, v=v)
+    _require_heads(q, k=k, v=v)
+    _require_starts(q, cu_seqlens_q, cu_seqlens_k)
+    longest = (
+        _longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
+        _longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
+    )
+    _require_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     _require_no_dmask(dropout_p, return_attn_probs)
     _require_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[1])
     options = {
@@ -195,15 +257,17 @@ def flash_attn_varlen_func(
                 f"dropout_p must be 0 beside block_table, got {dropout_p}: attention to pages is "
                 "for inference; gather the pages into k and v to train on them"
             )
+        _require_table(block_table, q, cu_seqlens_q.shape[0] - 1)
+        require_starts("cu_seqlens_q", cu_seqlens_q, q.shape[0])
         lengths = cu_seqlens_k.diff()
+        room = k.shape[1] * block_table.shape[1]
+        require_lengths("the length by cu_seqlens_k", lengths, room, "what its pages hold")
         return _triple(
             *_packed_to_pages(
-                q, k, v, cu_seqlens_q, max_seqlen_q, block_table, lengths, alibi_slopes, options
+                q, k, v, cu_seqlens_q, longest[0], block_table, lengths, alibi_slopes, options
             )
         )
-    _require_shapes(3, "(tokens, H, D)", k=k, v=v)
     options |= {"dropout_p": dropout_p, "deterministic": deterministic or None}
-    longest = max_seqlen_q, max_seqlen_k
 
     def attend(starts_q: Tensor, starts_k: Tensor, slopes: Tensor | None) -> Any:
         starts = starts_q, starts_k
@@ -222,6 +286,7 @@ def flash_attn_varlen_func(
     return _triple(output, torch.stack([part[1] for part in parts]).amax(0))
 
 
+@in_words(_OF_KV)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -259,6 +324,7 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
+@in_words(_OF_QKV | _ONE_SIDE)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -293,6 +359,7 @@ def flash_attn_varlen_qkvpacked_func(
     )
 
 
+@in_words(_CACHE)
 @torch.no_grad()
 def flash_attn_with_kvcache(
     q: Tensor,
@@ -353,6 +420,11 @@ def flash_attn_with_kvcache(
     del num_splits
     given = {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
     _validate_cache(q, k_cache, v_cache, k, v, block_table, given)
+    _require_flags(
+        causal=causal,
+        rotary_interleaved=rotary_interleaved,
+        return_softmax_lse=return_softmax_lse,
+    )
     _require_slopes(alibi_slopes, q.shape[0], q.shape[2])
     batch, queries = q.shape[:2]
     options = {
@@ -362,6 +434,11 @@ def flash_attn_with_kvcache(
     }
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     lengths = _cache_lengths(cache_seqlens, k, room, q)
+    whole = lengths if k is None else lengths + k.shape[1]
+    if block_table is not None:
+        require_pages("block_table", block_table, whole, k_cache.shape[1], k_cache.shape[0])
+    if cache_leftpad is not None and on_host(whole):
+        require_lengths("cache_leftpad", cache_leftpad, whole.tolist(), "the tokens in the cache")
     if rotary_cos is not None or rotary_sin is not None:
         k_new, tables = _validate_rotary(k, rotary_cos, rotary_sin, q.shape[3], room)
         moving = causal or window_size[0] >= 0 or window_size[1] >= 0
@@ -373,9 +450,7 @@ def flash_attn_with_kvcache(
         places = lengths[:, None] + torch.arange(k.shape[1], device=q.device)
         for cache, new in ((k_cache, k), (v_cache, v)):
             kv_cache.append(cache, new, places, cache_batch_idx, block_table)
-        lengths = lengths + k.shape[1]
-    if cache_leftpad is not None:
-        lengths = lengths - cache_leftpad
+    lengths = whole if cache_leftpad is None else whole - cache_leftpad
     if block_table is not None:
 
         def attend(rows: Tensor, table: Tensor, lengths: Tensor, **options: Any) -> Any:
@@ -485,7 +560,7 @@ def _terms(
         single: there is one query, the last, which has no key after it.
     """
     two = isinstance(window_size, tuple | list) and len(window_size) == 2
-    if not two or not all(isinstance(n, int) for n in window_size):
+    if not two or not all(isinstance(n, int) and not isinstance(n, bool) for n in window_size):
         raise TypeError(
             "window_size must be (left, right), two whole numbers, -1 for no bound; got "
             f"{window_size!r}"
@@ -499,7 +574,7 @@ def _terms(
         "is_causal": causal,
         "window": window,
         "causal_alignment": "bottom_right" if diagonal and not square else "top_left",
-        "softcap": softcap if softcap > 0 else None,
+        "softcap": softcap or None,
     }
 
 
@@ -526,16 +601,72 @@ def _unpacked(name: str, packed: Tensor, count: int, ndim: int) -> tuple[Tensor,
     return packed.unbind(-3)
 
 
-def _require_shapes(ndim: int, shape: str, **tensors: Tensor) -> None:
+def _require_tensors(**tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+
+
+def _require_shapes(ndim: int, shape: str, **tensors: Tensor) -> None:
+    _require_tensors(**tensors)
+    for name, tensor in tensors.items():
         if tensor.dim() != ndim:
             raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
 
 
+def _require_flags(**flags: object) -> None:
+    for name, given in flags.items():
+        if not isinstance(given, bool):
+            raise TypeError(f"{name} must be True or False, got {given!r}")
+
+
+def _require_heads(q: Tensor, **tensors: Tensor) -> None:
+    """Raises where heads of key or value, in the last dimension but one, are in no groups of q."""
+    for name, tensor in tensors.items():
+        if tensor.shape[-2] == 0 or q.shape[-2] % tensor.shape[-2]:
+            raise ValueError(
+                f"the heads of {name} must divide those of q, got {tensor.shape[-2]} and "
+                f"{q.shape[-2]}"
+            )
+
+
+def _require_starts(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    _require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    shape = tuple(cu_seqlens_q.shape)
+    if len(shape) != 1 or shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q must be of shape (B + 1,), got {shape}")
+    require_fit("cu_seqlens_q", cu_seqlens_q, shape, q, whole=True)
+    require_fit("cu_seqlens_k", cu_seqlens_k, shape, q, whole=True)
+
+
+def _whole(name: str, given: object) -> int:
+    """A whole number of any kind; that of a tensor is read on the host."""
+    try:
+        if isinstance(given, bool):
+            raise TypeError
+        return operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {given!r}") from None
+
+
+def _longest(name: str, given: int | Tensor, starts: Tensor) -> int:
+    """How long the longest sequence is at most."""
+    number = _whole(name, given)
+    least = int(starts.diff().amax()) if on_host(starts) and starts.numel() > 1 else 0
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, the longest sequence, got {number}")
+    return number
+
+
+def _require_table(block_table: Tensor, q: Tensor, batch: int) -> None:
+    _require_tensors(block_table=block_table)
+    if block_table.dim() != 2 or block_table.shape[0] != batch:
+        raise ValueError(f"block_table must be ({batch}, M), got {tuple(block_table.shape)}")
+    require_fit("block_table", block_table, tuple(block_table.shape), q, whole=True)
+
+
 def _require_no_dmask(dropout_p: float, return_attn_probs: bool) -> None:
-    if return_attn_probs and dropout_p > 0:
+    if return_attn_probs and dropout_p:
         raise ValueError(
             f"return_attn_probs cannot be honoured beside dropout_p={dropout_p}: cuDNN does not "
             "return which weights it dropped; ask for it without dropout, or leave it out"
@@ -543,7 +674,10 @@ def _require_no_dmask(dropout_p: float, return_attn_probs: bool) -> None:
 
 
 def _require_slopes(slopes: Tensor | None, batch: int, heads: int) -> None:
-    if slopes is not None and tuple(slopes.shape) not in ((heads,), (batch, heads)):
+    if slopes is None:
+        return
+    _require_tensors(alibi_slopes=slopes)
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(
             f"alibi_slopes must be ({heads},) or ({batch}, {heads}), one slope for each head or "
             f"for each sequence and head, got {tuple(slopes.shape)}"
@@ -562,21 +696,36 @@ def _validate_cache(
     """Raises for caches and new tokens that do not fit; the message names the argument."""
     _require_shapes(4, "(B, Sq, H, D)", q=q)
     _require_shapes(4, "(B, Sc, H, D) or pages", k_cache=k_cache, v_cache=v_cache)
+    _require_heads(q, k_cache=k_cache, v_cache=v_cache)
+    if k_cache.shape[:2] != v_cache.shape[:2]:
+        raise ValueError(
+            "k_cache and v_cache must have the same first two dimensions, got "
+            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    if q.shape[3] != k_cache.shape[3]:
+        raise ValueError(
+            "q and k_cache must have the same head dimension, got "
+            f"{q.shape[3]} and {k_cache.shape[3]}"
+        )
     batch = q.shape[0]
     for name, tensor in rows.items():
         if tensor is None:
             continue
         if block_table is not None:
             raise ValueError(f"{name} must be None beside block_table; let the table say it")
-        if tensor.shape != (batch,):
-            raise ValueError(f"{name} must be ({batch},), got {tuple(tensor.shape)}")
+        _require_tensors(**{name: tensor})
+        require_fit(name, tensor, (batch,), q, whole=True)
+    index = rows["cache_batch_idx"]
+    if index is not None:
+        most = k_cache.shape[0] - 1
+        require_lengths("cache_batch_idx", index, most, "the last row of k_cache")
     if block_table is None and rows["cache_batch_idx"] is None and k_cache.shape[0] < batch:
         raise ValueError(
             f"k_cache must have a row for each of the {batch} sequences of q, got "
             f"{k_cache.shape[0]}; cache_batch_idx says which rows are whose"
         )
-    if block_table is not None and (block_table.dim() != 2 or block_table.shape[0] != batch):
-        raise ValueError(f"block_table must be ({batch}, M), got {tuple(block_table.shape)}")
+    if block_table is not None:
+        _require_table(block_table, q, batch)
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together, or neither")
     if k is None or v is None:
@@ -592,7 +741,7 @@ def _validate_cache(
 
 
 def _cache_lengths(given: int | Tensor | None, k: Tensor | None, room: int, q: Tensor) -> Tensor:
-    """How many tokens of each sequence are in the cache, ``(B,)`` int64; numbers are checked."""
+    """How many tokens of each sequence are in the cache, ``(B,)`` int64; checked on the host."""
     new = 0 if k is None else k.shape[1]
     if given is None:
         if k is not None:
@@ -604,7 +753,11 @@ def _cache_lengths(given: int | Tensor | None, k: Tensor | None, room: int, q: T
                 f"cache_seqlens must be a number or ({q.shape[0]},) int32 or int64, got "
                 f"{tuple(given.shape)} {given.dtype}"
             )
+        require_fit("cache_seqlens", given, (q.shape[0],), q, whole=True)
+        what = f"the cache's {room} tokens less the {new} new ones"
+        require_lengths("cache_seqlens", given, room - new, what)
         return given.long()
+    given = _whole("cache_seqlens", given)
     if not 0 <= given <= room - new:
         raise ValueError(
             f"cache_seqlens must be from 0 to {room - new}, the cache's {room} tokens less the "
@@ -621,7 +774,8 @@ def _validate_rotary(
             "rotary_cos and rotary_sin must be given together, and with k and v, the tokens that "
             "they turn"
         )
-    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > dim or cos.shape[0] < room:
+    _require_shapes(2, "(positions, R / 2)", rotary_cos=cos, rotary_sin=sin)
+    if cos.shape != sin.shape or 2 * cos.shape[1] > dim or cos.shape[0] < room:
         raise ValueError(
             f"rotary_cos and rotary_sin must both be (positions, R / 2) with at least {room} "
             f"positions, all that the cache has, and R at most the head dimension {dim}; got "

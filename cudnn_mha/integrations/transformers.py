@@ -6,11 +6,11 @@ latter transformers drops padding in silence.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from cudnn_mha.errors import CudnnSdpaUnsupportedError
 from cudnn_mha.functional import cudnn_sdpa
 from cudnn_mha.inputs import autocast, is_half
 from cudnn_mha.packed import cudnn_sdpa_varlen
+from cudnn_mha.sequences import require_starts
 
 try:
     _modeling: Any = importlib.import_module("transformers.modeling_utils")
@@ -35,6 +36,7 @@ if not {"q_length", "q_offset"} <= set(inspect.signature(_masking.sdpa_mask).par
         "this transformers makes masks in an older way: pip install 'transformers>=5.17'"
     )
 
+from cudnn_mha.integrations.naming import in_words
 from cudnn_mha.integrations.transformers_masks import (
     Pattern,
     PatternMask,
@@ -106,12 +108,13 @@ def register(padding: str = "any") -> None:
     `cudnn_sdpa`. `torch.compile` traces calls without a break except those with a soft cap,
     sinks or ``cu_seq_lens_q``, at which it breaks its graph.
 
+    Models whose code computes attention itself have ``"eager"``. Most are refused in their first
+    forward (Bloom, MPT, RemBERT). Those that look their layers up in a table of their own stop
+    within transformers, with ``KeyError: 'cudnn_mha'`` when they are made: GPT-Neo, Bark, GIT,
+    SuperGlue, the vision of SAM and Data2Vec, and Falcon where its release has such a table.
+
     Args:
         padding: ``"any"`` or ``"ends"``, see above; for all models, from their next forward on.
-
-    Models whose code computes attention itself are refused in their first forward (Bloom, MPT,
-    RemBERT), and by transformers with a KeyError when they are made (Falcon, GPT-Neo): they have
-    ``"eager"``.
 
     Raises:
         ValueError: ``padding`` is none of these.
@@ -332,6 +335,19 @@ def _tokens(tensor: Tensor, where: Sequences) -> Tensor:
     return moved
 
 
+@in_words(
+    {
+        "scale": "scaling",
+        "dropout_p": "dropout",
+        "attn_mask": "attention_mask",
+        "sinks": "s_aux",
+        "window": "sliding_window",
+        "cu_seqlens_q": "cu_seq_lens_q",
+        "cu_seqlens_kv": "cu_seq_lens_k",
+        "max_seqlen_q": "max_length_q",
+        "max_seqlen_kv": "max_length_k",
+    }
+)
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -457,11 +473,25 @@ def _without_mask(
 def _for_cudnn(query: Tensor) -> bool:
     """Whether it is worth asking for what PyTorch's function cannot say."""
     return (
-        query.is_cuda
+        not torch.compiler.is_compiling()
+        and query.is_cuda
         and is_half(query.dtype)
         and torch._C._get_cudnn_sdp_enabled()
         and not config.settings().disabled
     )
+
+
+def _if_served(query: Tensor, way: Callable[[], Tensor | None]) -> Tensor | None:
+    """What a way without fallback gives; None where cuDNN does not serve it, or it is none.
+
+    What is tried last has a fallback, and says why where that is not served either.
+    """
+    if not _for_cudnn(query):
+        return None
+    try:
+        return way()
+    except CudnnSdpaUnsupportedError:
+        return None
 
 
 def _patterned(call: _Call, pattern: Pattern) -> Tensor:
@@ -470,14 +500,10 @@ def _patterned(call: _Call, pattern: Pattern) -> Tensor:
         terms = _terms(pattern)
         if terms is not None and terms.keys() <= {"is_causal"}:  # a fallback needs no mask either
             return call.padded(**terms)
-    if not torch.compiler.is_compiling() and _for_cudnn(call.query):
-        for way in (_by_sequences, _by_terms):
-            try:
-                output = way(call, pattern)
-            except CudnnSdpaUnsupportedError:  # the last way says why, if it is not served either
-                continue
-            if output is not None:
-                return output
+    for way in (_by_sequences, _by_terms):
+        output = _if_served(call.query, functools.partial(way, call, pattern))
+        if output is not None:
+            return output
     return call.padded(attn_mask=pattern.dense)
 
 
@@ -551,6 +577,7 @@ def _by_starts(
             raise ValueError(
                 f"cu_seq_lens_{name} must be of shape (N + 1,), got {tuple(starts.shape)}"
             )
+        require_starts(f"cu_seq_lens_{name}", starts, most)
         if longest is None or (isinstance(longest, Tensor) and longest.device.type != "cpu"):
             longest = most  # rather than read it on the host
         sides.append(Sequences(starts, None, int(longest)))
@@ -558,9 +585,9 @@ def _by_starts(
     if pattern.shift:
         raise ValueError("cu_seq_lens_q is not served with a cache")
     terms = _terms(pattern) or {}
-    if _for_cudnn(call.query) and not torch.compiler.is_compiling():
-        with contextlib.suppress(CudnnSdpaUnsupportedError):
-            return call.packed(queries, keys, fallback=False, **terms)
+    output = _if_served(call.query, lambda: call.packed(queries, keys, fallback=False, **terms))
+    if output is not None:
+        return output
     # The same on one long row: a mask says which tokens are of one sequence.
     rows_q, rows_k = (
         torch.searchsorted(side.starts, torch.arange(count, device=call.query.device), right=True)
@@ -570,11 +597,7 @@ def _by_starts(
     if pattern.bounded:
         place_q = torch.arange(tokens[0], device=seen.device) - queries.starts[rows_q - 1]
         place_k = torch.arange(tokens[1], device=seen.device) - keys.starts[rows_k - 1]
-        distance = place_q[:, None] - place_k
-        if pattern.left is not None:
-            seen = seen & (distance <= pattern.left)
-        if pattern.right is not None:
-            seen = seen & (distance >= -pattern.right)
+        seen = seen & pattern.within(place_q[:, None] - place_k)
     batch, _, seq_q, _ = call.query.shape
     query, key, value = (
         t.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
@@ -600,8 +623,11 @@ def _biased(
         if bare and not pattern.bounded:
             return call.padded(attn_mask=bias)
         terms = _terms(pattern, beside_mask=True) if bare else None
-        if terms and not torch.compiler.is_compiling() and _for_cudnn(call.query):
-            with contextlib.suppress(CudnnSdpaUnsupportedError):
-                return call.padded(attn_mask=bias, fallback=False, **terms)
+        if terms:
+            output = _if_served(
+                call.query, lambda: call.padded(attn_mask=bias, fallback=False, **terms)
+            )
+            if output is not None:
+                return output
         seen = pattern.dense
     return call.padded(attn_mask=torch.where(seen, bias, -torch.inf))

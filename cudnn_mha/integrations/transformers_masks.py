@@ -77,6 +77,15 @@ class Pattern:
     def bounded(self) -> bool:
         return self.left is not None or self.right is not None
 
+    def within(self, distance: Tensor) -> Tensor:
+        """Which distances of a query from a key are within the bounds."""
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.left is not None:
+            seen = seen & (distance <= self.left)
+        if self.right is not None:
+            seen = seen & (distance >= -self.right)
+        return seen
+
     @property
     def one_sided(self) -> bool:
         """Queries and keys are the same tokens, and each query sees none behind it."""
@@ -95,11 +104,7 @@ class Pattern:
         seen = torch.ones((), dtype=torch.bool, device=self.device)
         if self.bounded:
             query = torch.arange(self.seq_q, device=self.device)[:, None] + self.shift
-            distance = query - torch.arange(self.seq_kv, device=self.device)
-            if self.left is not None:
-                seen = seen & (distance <= self.left)
-            if self.right is not None:
-                seen = seen & (distance >= -self.right)
+            seen = self.within(query - torch.arange(self.seq_kv, device=self.device))
         if self.segments is not None:
             seen = seen & (self.segments[:, None, :, None] == self.segments[:, None, None])
         if self.kept is not None:
