@@ -18,7 +18,7 @@ from cudnn_mha.dispatch import Decision
 from cudnn_mha.errors import CudnnSdpaUnsupportedError
 from cudnn_mha.inputs import Inputs
 from cudnn_mha.plan import Plan
-from cudnn_mha.spec import TensorSpec
+from cudnn_mha.spec import AttentionSpec, TensorSpec
 
 logger = logging.getLogger("cudnn_mha")
 
@@ -249,6 +249,20 @@ def backward(
     return grad_query, grad_key, grad_value, grad_bias
 
 
+def widened(decision: Decision) -> tuple[Decision, AttentionSpec]:
+    """The decision with a backward that takes a gradient of the log-sum-exp, and its graph."""
+    assert decision.spec is not None
+    wide = dataclasses.replace(
+        decision,
+        spec=lse_gradient.widened(decision.spec),
+        backward={},
+        told=None,
+        like_inputs=False,
+    )
+    assert wide.spec is not None
+    return wide, wide.backward_spec(wide.spec.output)
+
+
 def _through_lse(
     decision: Decision,
     grad_output: Tensor | None,
@@ -263,16 +277,9 @@ def _through_lse(
     offset: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients where the log-sum-exp has one too; see `lse_gradient`."""
-    assert decision.spec is not None and decision.device is not None
-    wide = dataclasses.replace(
-        decision,
-        spec=lse_gradient.widened(decision.spec),
-        backward={},
-        told=None,
-        like_inputs=False,
-    )
+    assert decision.device is not None
+    wide, spec = widened(decision)
     assert wide.spec is not None
-    spec = wide.backward_spec(wide.spec.output)
     slot, reasons = dispatch.check_and_find(spec, decision.device, decision.options.workspace_limit)
     if slot is None:
         raise lse_gradient.no_gradient(reasons)

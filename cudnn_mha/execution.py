@@ -26,7 +26,7 @@ from cudnn_mha.padding import zero_gaps, zero_padding
 from cudnn_mha.plan import Plan
 from cudnn_mha.routes import Manner, Route
 from cudnn_mha.sequences import OFFSETS, Operands
-from cudnn_mha.spec import TensorSpec
+from cudnn_mha.spec import AttentionSpec, TensorSpec
 
 
 def run_plans(
@@ -182,13 +182,19 @@ def _through_lse(
     return grad_query, grad_key, grad_value[..., :dim], grad_bias, grad_sinks
 
 
+def widened_graph(route: Route) -> tuple[AttentionSpec, AttentionSpec]:
+    """The backward that takes a gradient of the log-sum-exp: its tensors, and its graph."""
+    assert route.spec is not None and route.told is not None
+    spec = lse_gradient.widened(route.spec)
+    return spec, route.told(spec)
+
+
 def _widened(route: Route) -> Route:
     """The route whose backward takes a gradient of the log-sum-exp; see `lse_gradient`."""
     if route.wide is None:
-        assert route.spec is not None and route.device is not None and route.told is not None
-        spec = lse_gradient.widened(route.spec)
-        graph, limit = route.told(spec), route.options.workspace_limit
-        slot, reasons = dispatch.check_and_find(graph, route.device, limit)
+        assert route.device is not None
+        spec, graph = widened_graph(route)
+        slot, reasons = dispatch.check_and_find(graph, route.device, route.options.workspace_limit)
         if slot is None:
             raise lse_gradient.no_gradient(reasons)
         route.wide = dataclasses.replace(route, spec=spec, graphs=(graph,), backward=slot)

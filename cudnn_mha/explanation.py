@@ -6,24 +6,26 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cudnn_mha import checks, devices, padded
+from cudnn_mha import attention, checks, devices, padded
 from cudnn_mha.cache import Slot
 from cudnn_mha.checks import MAX_ELEMENTS, Kind, Reason
 from cudnn_mha.devices import Device
 from cudnn_mha.dispatch import (
     SPLITTABLE,
     Decision,
+    check_and_find,
     decide,
     needs_reference,
     not_on_cuda,
 )
+from cudnn_mha.execution import widened_graph
 from cudnn_mha.inputs import (
     Options,
     make_options,
@@ -76,6 +78,8 @@ class Explanation:
             computed in parts.
         runs: who would compute it.
         lengths: how the graphs are told the lengths of sequences; None where the call has none.
+        lse_gradient: every reason why cuDNN has no gradient of the log-sum-exp, so that asking for
+            it raises; empty where it has one, None where the call leaves nothing to ask for.
     """
 
     served: bool
@@ -84,6 +88,7 @@ class Explanation:
     graphs: tuple[Graph, ...]
     runs: str
     lengths: str | None = None
+    lse_gradient: tuple[Reason, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain dictionaries and lists, for JSON."""
@@ -99,6 +104,9 @@ class Explanation:
             lines += [f"    remedy: {remedy}" for remedy in graph.remedies]
         if self.lengths is not None:
             lines.append(f"  lengths: {self.lengths}")
+        if self.lse_gradient is not None:
+            listed = "; ".join(map(str, self.lse_gradient)) or "served by cuDNN"
+            lines.append(f"  gradient of the log-sum-exp: {listed}")
         lines.append(f"  runs: {self.runs}")
         return "\n".join(lines)
 
@@ -206,9 +214,10 @@ def _explain_ordinary(
     otherwise = "torch.nn.functional.scaled_dot_product_attention, without cuDNN"
     if needs_reference(*part, options, gradient=gradient):
         otherwise = REFERENCE
-    return asked.verdict(
+    found = asked.verdict(
         made, decision.reasons, _specs(decision), slots, options, served_by, otherwise
     )
+    return asked.with_lse_gradient(found, options, lambda: attention.widened(decision)[1])
 
 
 def given_operands(**operands: Tensor | bool | None) -> dict[str, Tensor | bool]:
@@ -329,7 +338,18 @@ class Asked:
         found = self.verdict(
             made, route.reasons, route.graphs, slots, route.options, served_by, REFERENCE
         )
-        return dataclasses.replace(found, lengths=told if route.graphs else None)
+        found = dataclasses.replace(found, lengths=told if route.graphs else None)
+        return self.with_lse_gradient(found, route.options, lambda: widened_graph(route)[1])
+
+    def with_lse_gradient(
+        self, found: Explanation, options: Options, graph: Callable[[], AttentionSpec]
+    ) -> Explanation:
+        """The verdict, and whether the log-sum-exp has a gradient, whose backward is ``graph``."""
+        if not (found.served and options.return_lse and self.gradient):
+            return found
+        assert self.device is not None
+        _, reasons = check_and_find(graph(), self.device, options.workspace_limit)
+        return dataclasses.replace(found, lse_gradient=reasons)
 
     def verdict(
         self,

@@ -259,6 +259,32 @@ def test_what_means_nothing(options: dict[str, Any], error: type[Exception], mes
         explain(SHAPE, SHAPE, SHAPE, **options, gpu="h200")
 
 
+LSE_GRADIENT: list[tuple[str, int, dict[str, Any], list[str] | None]] = [
+    ("h200", 128, {}, []),
+    ("h200", 256, {}, ["head_dim"]),
+    ("a100-sxm-80gb", 128, {}, ["head_dim"]),
+    ("h200", 128, {"seq_lens_kv": True}, []),
+    ("h200", 256, {"softcap": 30.0}, ["head_dim"]),
+    ("h200", 128, {"return_lse": False}, None),
+    ("h200", 128, {"requires_grad": False}, None),
+    ("a10", 256, {}, None),  # no backward at all
+]
+
+
+@pytest.mark.usefixtures("nothing_is_compiled")
+@pytest.mark.parametrize(("gpu", "dim", "options", "rules"), LSE_GRADIENT)
+def test_gradients_of_the_log_sum_exp(
+    gpu: str, dim: int, options: dict[str, Any], rules: list[str] | None
+) -> None:
+    shape = (2, 4, 128, dim)
+    asked = {"return_lse": True, "requires_grad": True} | options
+    verdict = explain(shape, shape, shape, gpu=gpu, **asked)
+    found = verdict.lse_gradient
+    assert (None if found is None else [reason.rule for reason in found]) == rules
+    assert ("gradient of the log-sum-exp: " in str(verdict)) == (rules is not None)
+    assert ("gradient of the log-sum-exp: served by cuDNN" in str(verdict)) == (rules == [])
+
+
 # ----------------------------------------------------------------------------------------- packed
 
 
