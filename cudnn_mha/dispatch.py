@@ -208,6 +208,10 @@ def decide(
         decision.reasons = tuple(reasons)
         return decision
     assert device is not None
+    if reasons:  # the spec is made for the sake of others: no tensor is copied for it
+        query, key, value = (without_data(t) for t in (query, key, value))
+        if mask is not None:
+            mask = without_data(mask).requires_grad_(mask.requires_grad)
     inputs = prepare(query, key, value, mask, options)
     decision.as_is = inputs.are(query, key, value)
     if bias_gradient is None:

@@ -21,6 +21,7 @@ from cudnn_mha import (
     CudnnSdpaUnsupportedError,
     Reason,
     cudnn_sdpa,
+    devices,
     dispatch,
     explain,
     functional,
@@ -29,7 +30,7 @@ from cudnn_mha import (
 from cudnn_mha.checks import HAZARDS, Kind
 from cudnn_mha.config import DISABLED, VARIABLES, WORKSPACE_LIMIT, reload
 from cudnn_mha.dispatch import Decision, fall_back
-from cudnn_mha.inputs import Options, Outline
+from cudnn_mha.inputs import Options, Outline, prepare
 
 B, H, SQ, SKV, D = 2, 4, 5, 7, 8
 SCORES = (B, H, SQ, SKV)
@@ -438,6 +439,24 @@ def test_explains_all_reasons_at_once(environment: Callable[[str, str], None]) -
     kinds = {reason.rule: reason.kind for reason in verdict.reasons}
     assert kinds["disabled"] is kinds["sdp_backend"] is Kind.POLICY
     assert f"{DISABLED}=1" in str(verdict)
+
+
+def test_looking_for_reasons_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 is not served, so neither a padded head dimension nor a mask is written out."""
+    seen: list[Tensor | None] = []
+
+    def spy(*given: Any) -> Any:
+        seen.extend(given[:4])
+        return prepare(*given)
+
+    monkeypatch.setattr(dispatch, "prepare", spy)
+    query, key, value = (t.detach()[..., :7] for t in qkv(dtype=torch.float32))
+    mask = torch.ones(SQ, SKV, dtype=torch.bool)
+    found = dispatch.decide(
+        query, key, value, mask, Options(), gradient=True, device=devices.described("h200")
+    )
+    assert [reason.rule for reason in found.reasons] == ["dtype"]
+    assert len(seen) == 4 and all(t is not None and t.is_meta for t in seen)
 
 
 def test_a_disabled_package_still_computes(environment: Callable[[str, str], None]) -> None:
