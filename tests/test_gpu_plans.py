@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import cudnn_mha
-from cudnn_mha import cache, config, cudnn_sdpa, devices, recording
+from cudnn_mha import cache, config, cudnn_sdpa, devices, recording, runtime
 from tests.oracle import assert_right
 from tests.test_gpu_values import call, call_with_gradient
 from tests.test_store import VANDAL
@@ -109,15 +109,32 @@ def test_the_second_process_builds_nothing_and_computes_the_same(tmp_path: Path)
     assert len(recording.read([tmp_path / "calls"])) == 6
 
 
-def test_plans_compiled_without_a_gpu_run_here(tmp_path: Path) -> None:
+@pytest.fixture
+def profile() -> str:
+    """The profile that describes this GPU."""
     name = torch.cuda.get_device_name()
     same = [p for p in devices.profile_names() if devices.described(p).name == name]
     if not same:
         pytest.skip(f"no profile describes a {name}")
+    return same[0]
+
+
+def test_the_profile_says_what_cudnn_compares(profile: str) -> None:
+    """A plan loads where these are what they were on the GPU that it was compiled for."""
+    own = json.loads(runtime.library().create_device_properties(0).serialize())
+    described = json.loads(devices.described(profile).properties)
+    apart = {"pciDeviceId", "cudaDeviceId", "totalGlobalMem", "smClockRateKHz", "memClockRateKHz"}
+    # Versions know keys of their own; a plan needs a driver at least as new as its profile's.
+    compared = own.keys() & described.keys() - apart - {"driverVer", "deviceName"}
+    assert {k: own[k] for k in compared} == {k: described[k] for k in compared}
+    assert own["driverVer"] >= described["driverVer"]
+
+
+def test_plans_compiled_without_a_gpu_run_here(tmp_path: Path, profile: str) -> None:
     calls = tmp_path / "calls"
     built, wanted = run(tmp_path / "built", **{config.RECORD: str(calls)})
     assert built["builds"] == 6
-    outcomes = cudnn_mha.compile_ahead(recording.read([calls]), same[:1], tmp_path / "plans")
+    outcomes = cudnn_mha.compile_ahead(recording.read([calls]), [profile], tmp_path / "plans")
     assert all(outcome.engine for outcome in outcomes) and len(outcomes) == 6
     found, got = run(tmp_path / "loaded", **{config.PLANS: str(tmp_path / "plans")})
     assert (found["builds"], found["loads"]) == (0, 6)
