@@ -20,7 +20,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from cudnn_mha import cache, checks, config, devices, explain, precompile, recording, runtime
+from cudnn_mha import (
+    cache,
+    checks,
+    config,
+    devices,
+    explain,
+    lse_gradient,
+    precompile,
+    recording,
+    runtime,
+)
 from cudnn_mha.cache import plan_key, plans
 from cudnn_mha.config import DP_WORKSPACE_LIMIT, version_text
 from cudnn_mha.inputs import Options
@@ -130,7 +140,10 @@ def test_the_graphs_of_a_call_are_those_that_it_looks_up(
         )
     assert explanation.served
     found = specs_of(*qkv, mask, options, H200, gradient=gradient)
-    assert found == recording.read([tmp_path / "calls.jsonl"])
+    noted = recording.read([tmp_path / "calls.jsonl"])
+    if gradient and options.return_lse:  # it says, too, whether the log-sum-exp has a gradient
+        assert noted.pop() == lse_gradient.widened(found[1])
+    assert found == noted
     assert [spec.backward for spec in found] == [False, True][: 1 + gradient]
 
 
