@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from cudnn_mha.explanation import Explanation, explain
     from cudnn_mha.explanation_layouts import explain_paged, explain_varlen
     from cudnn_mha.functional import cudnn_sdpa
-    from cudnn_mha.packed import cudnn_sdpa_varlen
-    from cudnn_mha.paged import cudnn_sdpa_paged
+    from cudnn_mha.functional_layouts import cudnn_sdpa_paged, cudnn_sdpa_varlen
     from cudnn_mha.precompile import compile_ahead, load_plans, warmup
     from cudnn_mha.recording import record
     from cudnn_mha.reference_layouts import merge
@@ -34,8 +33,8 @@ _WHERE = {
     "cache_info": "cache",
     "compile_ahead": "precompile",
     "cudnn_sdpa": "functional",
-    "cudnn_sdpa_paged": "paged",
-    "cudnn_sdpa_varlen": "packed",
+    "cudnn_sdpa_paged": "functional_layouts",
+    "cudnn_sdpa_varlen": "functional_layouts",
     "disable": "backend",
     "enable": "backend",
     "enabled": "backend",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
-from cudnn_mha import config, ops, padded, runtime
+from cudnn_mha import config, extended_ops, ops, padded, runtime
 from cudnn_mha.attention import apply, attend, forward
 from cudnn_mha.cache import plans
 from cudnn_mha.checks import ALIGNMENT, Kind, Reason
@@ -26,6 +26,7 @@ from cudnn_mha.dispatch import (
 from cudnn_mha.errors import CudnnSdpaUnsupportedError
 from cudnn_mha.inputs import (
     Inputs,
+    Numbers,
     Options,
     Parts,
     autocast,
@@ -41,7 +42,7 @@ from cudnn_mha.inputs import (
 )
 from cudnn_mha.routes import Given
 from cudnn_mha.score_mod import ScoreMod, trace
-from cudnn_mha.terms import make_terms
+from cudnn_mha.terms import Wishes, make_terms
 
 _PLAIN = {Tensor, Parameter}
 _decisions: Decisions[Decision] = Decisions()
@@ -232,11 +233,8 @@ def cudnn_sdpa(
         and causal_alignment == "top_left"
     )
     if not ordinary:
-        return _extended(
-            query,
-            key,
-            value,
-            attn_mask,
+        tensors = (query, key, value, attn_mask, seq_lens_q, seq_lens_kv, alibi_slopes, sinks)
+        numbers = (
             dropout_p,
             is_causal,
             scale,
@@ -245,13 +243,11 @@ def cudnn_sdpa(
             deterministic,
             workspace_limit,
             fallback,
-            (seq_lens_q, seq_lens_kv, alibi_slopes, sinks),
-            causal_alignment,
-            window,
-            softcap,
-            alibi,
-            score_mod,
         )
+        wishes = (causal_alignment, window, softcap, alibi)
+        if score_mod is None and extended_ops.take(tensors, return_lse):
+            return extended_ops.padded_call(tensors, numbers, wishes)
+        return _extended(tensors, numbers, wishes, score_mod)
     if _is_compiling():
         return _traced(
             query,
@@ -335,38 +331,12 @@ def cudnn_sdpa(
 
 @runtime.not_traced
 def _extended(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    return_lse: bool,
-    deterministic: bool | None,
-    workspace_limit: int | str | None,
-    fallback: bool,
-    tensors: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    causal_alignment: str,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    alibi: bool,
-    score_mod: ScoreMod | None,
+    tensors: tuple[Any, ...], numbers: Numbers, wishes: Wishes, score_mod: ScoreMod | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A call with arguments that PyTorch's function does not have; compilers leave it as it is."""
-    options = make_options(
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        return_lse,
-        deterministic,
-        workspace_limit,
-        fallback,
-    )
-    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi, trace(score_mod))
-    return padded.compute(Given(query, key, value, mask, *tensors), options, terms)
+    options = make_options(*numbers)
+    terms = make_terms(options.is_causal, *wishes, trace(score_mod))
+    return padded.compute(Given(*tensors), options, terms)
 
 
 def _traced(

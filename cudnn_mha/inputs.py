@@ -62,6 +62,10 @@ class Options:
     fallback: bool = True
 
 
+Numbers = tuple[float, bool, float | None, bool, bool, bool | None, int | str | None, bool]
+"""The arguments of `make_options` as the caller has them."""
+
+
 class Inputs(NamedTuple):
     """Tensors that cuDNN can address.
 
@@ -155,9 +159,9 @@ def make_options(
         ValueError, TypeError: an argument means nothing; the message names it.
     """
     if deterministic is None:
-        deterministic = torch._C._get_deterministic_algorithms()
+        deterministic = torch.are_deterministic_algorithms_enabled()
     require_kinds(dropout_p, is_causal, scale, enable_gqa, return_lse, deterministic, fallback)
-    if workspace_limit is None:
+    if workspace_limit is None and not torch.compiler.is_compiling():  # operators look themselves
         workspace_limit = config.settings().workspace_limit
     return Options(
         float(dropout_p),

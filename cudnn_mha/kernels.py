@@ -201,7 +201,7 @@ def forward(
             return output, lse if lse is None else lse.contiguous()
         inputs = prepare(query, key, value, bias, decision.options)
         output, lse = attention.forward(decision, *inputs[:4], seed, offset)
-        output = _in_layout(output[..., : decision.outline.dim_v], decision.result_stride)
+        output = in_layout(output[..., : decision.outline.dim_v], decision.result_stride)
         return output, lse if lse is None else lse.contiguous()
     parts = _parts(decision, query, key, value, bias)
     if parts is None:
@@ -215,7 +215,7 @@ def forward(
         )
         outputs.append(output)
         lses.append(half_lse)
-    output = _in_layout(parts.join(outputs), decision.result_stride)
+    output = in_layout(parts.join(outputs), decision.result_stride)
     return output, parts.join(lses) if gradient or arguments.return_lse else None
 
 
@@ -264,7 +264,7 @@ def backward(
         )
         found.append(result)
     grads = [
-        _like(parts.join_gradients(tensor, [half[number] for half in found]), tensor)
+        gradient_of(tensor, parts.join_gradients(tensor, [half[number] for half in found]))
         for number, tensor in enumerate((query, key, value))
     ]
     masks = [half.bias for half in found if half.bias is not None]
@@ -317,21 +317,22 @@ def _backward(
     if scale is not None and scale <= 0:  # the query was multiplied by this
         grad_query = grad_query * math.copysign(scale != 0, scale)
     return Gradients(
-        _like(grad_query, query),
-        _like(found[1], key),
-        _like(found[2], value),
+        gradient_of(query, grad_query),
+        gradient_of(key, found[1]),
+        gradient_of(value, found[2]),
         None if grad_bias is None or bias is None else reduced(grad_bias, bias),
     )
 
 
-def _in_layout(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+def in_layout(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The tensor itself, or a copy where it has other strides."""
     if tensor.stride() == stride:
         return tensor
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
-def _like(gradient: Tensor, tensor: Tensor) -> Tensor:
-    """The gradient in the layout of ``empty_like(tensor)``, without the padding of D."""
+def gradient_of(tensor: Tensor, gradient: Tensor) -> Tensor:
+    """Its gradient in the layout of ``empty_like(tensor)``, without the padding of D."""
     gradient = gradient[..., : tensor.shape[-1]]
     result = torch.empty_like(tensor)
     return gradient if gradient.stride() == result.stride() else result.copy_(gradient)
@@ -362,7 +363,7 @@ def reference_forward(
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same as `forward` by plain PyTorch, on any device."""
-    shifted = _shifted(bias)
+    shifted = shifted_mask(bias)
     output, lse = reference.attention(
         query,
         key,
@@ -371,7 +372,7 @@ def reference_forward(
         arguments.dropout_p,
         arguments.is_causal,
         arguments.scale,
-        dropout_mask=_kept(query, key, arguments.dropout_p, seed),
+        dropout_mask=kept_weights(query, key, arguments.dropout_p, seed),
     )
     output = empty_output(query, value.shape[-1]).copy_(output)
     return output, lse.float().unsqueeze(-1)
@@ -391,7 +392,7 @@ def reference_backward(
     bias_gradient: bool = False,
 ) -> Gradients:
     """The same as `backward` by plain PyTorch, on any device."""
-    shifted = _shifted(bias)
+    shifted = shifted_mask(bias)
     *found, scores = reference.gradients(
         grad_output,
         query,
@@ -403,14 +404,14 @@ def reference_backward(
         arguments.dropout_p,
         arguments.is_causal,
         arguments.scale,
-        dropout_mask=_kept(query, key, arguments.dropout_p, seed),
+        dropout_mask=kept_weights(query, key, arguments.dropout_p, seed),
     )
     grads = [torch.empty_like(t).copy_(g) for t, g in zip((query, key, value), found, strict=True)]
     grad_bias = reduced(scores, bias) if bias_gradient and bias is not None else None
     return Gradients(grads[0], grads[1], grads[2], grad_bias)
 
 
-def _shifted(bias: Tensor | None) -> Tensor | None:
+def shifted_mask(bias: Tensor | None) -> Tensor | None:
     """The mask as the log-sum-exp has it."""
     if bias is None or bias.dtype == torch.bool:
         return bias
@@ -418,7 +419,9 @@ def _shifted(bias: Tensor | None) -> Tensor | None:
     return bias - row_shift(bias)
 
 
-def _kept(query: Tensor, key: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor | None:
+def kept_weights(
+    query: Tensor, key: Tensor, dropout_p: float, seed: Tensor | None
+) -> Tensor | None:
     """The weights that dropout keeps, drawn from the seed: the same for forward and backward."""
     if not dropout_p:
         return None

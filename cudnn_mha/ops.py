@@ -60,15 +60,15 @@ _SCHEMAS = {
         "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_bias)"
     ),
 }
-_TAGS = (
+TAGS = (
     torch.Tag.pt2_compliant_tag,
     torch.Tag.nondeterministic_seeded,  # dropout; and a kernel is worth keeping, not recomputing
     torch.Tag.needs_exact_strides,  # plans are made for strides
 )
 
-_library = Library("cudnn_mha", "DEF")
+library = Library("cudnn_mha", "DEF")
 for _name, _schema in _SCHEMAS.items():
-    _library.define(_name + _schema, tags=_TAGS)
+    library.define(_name + _schema, tags=TAGS)
 
 sdpa_forward = torch.ops.cudnn_mha.sdpa_forward
 sdpa_inference = torch.ops.cudnn_mha.sdpa_inference
@@ -93,7 +93,7 @@ def _forward(
     fallback: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     arguments = Arguments(dropout_p, is_causal, scale, deterministic, workspace_limit)
-    seed, offset = _seed(query, dropout_p)
+    seed, offset = seed_of(query, dropout_p)
     output, lse = _run_forward(
         query, key, value, attn_bias, arguments, fallback, seed, offset, True, bias_gradient
     )
@@ -115,7 +115,7 @@ def _inference(
     fallback: bool = True,
 ) -> Tensor:
     arguments = Arguments(dropout_p, is_causal, scale, False, workspace_limit)
-    seed, offset = _seed(query, dropout_p) if dropout_p else (None, None)
+    seed, offset = seed_of(query, dropout_p) if dropout_p else (None, None)
     return _run_forward(
         query, key, value, attn_bias, arguments, fallback, seed, offset, False, False
     )[0]
@@ -147,7 +147,7 @@ def _run_forward(
             offset=drawn[1],
         )
     except kernels.NotServed as error:
-        _refused(query, key, value, arguments.dropout_p, error.reasons, fallback)
+        refused(query, key, value, arguments.dropout_p, error.reasons, fallback)
     return kernels.reference_forward(query, key, value, bias, arguments, drawn[0])
 
 
@@ -176,7 +176,7 @@ def _backward(
     try:
         result = kernels.backward(*call, bias_gradient, seed=drawn[0], offset=drawn[1])
     except kernels.NotServed as error:
-        _refused(query, key, value, dropout_p, error.reasons, fallback)
+        refused(query, key, value, dropout_p, error.reasons, fallback)
         result = kernels.reference_backward(*call, drawn[0], bias_gradient=bias_gradient)
     grad_bias = result.bias
     if grad_bias is None or attn_bias is None:
@@ -184,14 +184,15 @@ def _backward(
     return result.query, result.key, result.value, grad_bias.contiguous()
 
 
-def _seed(query: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+def seed_of(query: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """Seed and offset of the dropout, 0-d int64; empty where there is none."""
     if dropout_p:
         seed, offset = draw(query.device)
         return seed.clone(), offset.clone()  # outputs of an operator share no memory
     return query.new_empty(0, dtype=torch.int64), query.new_empty(0, dtype=torch.int64)
 
 
-def _refused(
+def refused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -200,6 +201,8 @@ def _refused(
     fallback: bool,
 ) -> None:
     """Raises, or says that PyTorch computes."""
+    if not query.numel():
+        return
     call = kernels.describe(query, key, value)
     # Where the other direction may find a plan, it would drop other weights than PyTorch drops.
     one_sided = dropout_p > 0 and not TRANSIENT.isdisjoint(reason.rule for reason in reasons)
@@ -212,7 +215,7 @@ def _refused(
 _kernels = {"sdpa_forward": _forward, "sdpa_inference": _inference, "sdpa_backward": _backward}
 for _name, _kernel in _kernels.items():
     for _key in ("CUDA", "CPU"):
-        _library.impl(_name, _kernel, _key)
+        library.impl(_name, _kernel, _key)
 
 
 # ----------------------------------------------------------------------------------- fake tensors
@@ -280,7 +283,7 @@ _fakes = {
     "sdpa_backward": _backward_fake,
 }
 for _name, _fake in _fakes.items():
-    torch.library.register_fake(f"cudnn_mha::{_name}", _with_sharding_rules(_fake), lib=_library)
+    torch.library.register_fake(f"cudnn_mha::{_name}", _with_sharding_rules(_fake), lib=library)
 
 
 # --------------------------------------------------------------------------------------- autograd
@@ -311,7 +314,7 @@ def _gradients(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Any, ...]
     return (*grads, grad_bias if bias_gradient and bias is not None else None, None, None)
 
 
-def _no_double_backward(ctx: Any, *grads: Any) -> None:
+def no_double_backward(ctx: Any, *grads: Any) -> None:
     raise RuntimeError(
         "cuDNN attention has no double backward: it was called with create_graph=True; compute "
         "this attention under torch.backends.cuda.enable_cudnn_sdp(False)"
@@ -319,17 +322,22 @@ def _no_double_backward(ctx: Any, *grads: Any) -> None:
 
 
 torch.library.register_autograd(
-    "cudnn_mha::sdpa_forward", _gradients, setup_context=_stash, lib=_library
+    "cudnn_mha::sdpa_forward", _gradients, setup_context=_stash, lib=library
 )
-torch.library.register_autograd("cudnn_mha::sdpa_backward", _no_double_backward, lib=_library)
+torch.library.register_autograd("cudnn_mha::sdpa_backward", no_double_backward, lib=library)
 
 
-def _inference_has_no_backward(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError("sdpa_inference leaves nothing for a backward; call sdpa_forward")
+def register_without_backward(name: str, message: str) -> None:
+    """Has the backward of an operator for inference raise this."""
+
+    def refuse(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(message)
+
+    torch.library.register_autograd(f"cudnn_mha::{name}", refuse, lib=library)
 
 
-torch.library.register_autograd(
-    "cudnn_mha::sdpa_inference", _inference_has_no_backward, lib=_library
+register_without_backward(
+    "sdpa_inference", "sdpa_inference leaves nothing for a backward; call sdpa_forward"
 )
 
 
@@ -337,12 +345,11 @@ torch.library.register_autograd(
 
 
 def _autocast(op: Any, device: str) -> Any:
-    """What ``torch.autocast`` does to the arguments of PyTorch's attention."""
-    key = getattr(torch._C.DispatchKey, "AutocastCUDA" if device == "cuda" else "AutocastCPU")
+    key = getattr(torch._C.DispatchKey, f"Autocast{device}")
     excluded = torch._C.DispatchKeySet(key)
 
     def cast(*args: Any, **options: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device)
+        dtype = torch.get_autocast_dtype(device.lower())
         tensors = (
             a.to(dtype) if a.is_floating_point() and a.dtype != torch.float64 else a
             for a in args[:3]
@@ -353,9 +360,15 @@ def _autocast(op: Any, device: str) -> Any:
     return cast
 
 
+def cast_by_autocast(op: Any) -> None:
+    """Has ``torch.autocast`` do to an operator's tensors what it does to PyTorch's attention."""
+    for device in ("CUDA", "CPU"):
+        name = op._qualified_op_name.split("::")[1]
+        library.impl(name, _autocast(op, device), f"Autocast{device}")
+
+
 for _op in (sdpa_forward, sdpa_inference):
-    _library.impl(_op._qualified_op_name.split("::")[1], _autocast(_op, "cuda"), "AutocastCUDA")
-    _library.impl(_op._qualified_op_name.split("::")[1], _autocast(_op, "cpu"), "AutocastCPU")
+    cast_by_autocast(_op)
 
 
 # ------------------------------------------------------------------------------------------- vmap
@@ -415,7 +428,7 @@ for _op, _query, _random in (
     (sdpa_inference, 0, True),
     (sdpa_backward, 1, False),
 ):
-    torch.library.register_vmap(_op.default, _batched(_op, _query, _random), lib=_library)
+    torch.library.register_vmap(_op.default, _batched(_op, _query, _random), lib=library)
 
 
 # ------------------------------------------------------------------------------------------ FLOPs

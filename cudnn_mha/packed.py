@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from cudnn_mha.inputs import (
     autocast,
     backward_spec,
     layout_of,
-    make_options,
     pad_to_8,
     require_alike,
     require_tensors,
@@ -60,99 +59,38 @@ from cudnn_mha.sequences import (
     require_starts,
 )
 from cudnn_mha.spec import AttentionSpec, Direction, TensorSpec, contiguous_stride
-from cudnn_mha.terms import Terms, make_terms, paper_slopes
+from cudnn_mha.terms import Terms, paper_slopes
 
 _routes: dispatch.Decisions[Route] = dispatch.Decisions()
 
 
-@runtime.not_traced
-def cudnn_sdpa_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    *,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    causal_alignment: str = "top_left",
-    window: tuple[int, int] | None = None,
-    alibi: bool = False,
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    seq_lens_q: Tensor | None = None,
-    seq_lens_kv: Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool | None = None,
-    workspace_limit: int | str | None = None,
-    fallback: bool = True,
+def compute(
+    given: Given, longest_q: int, longest_kv: int, options: Options, terms: Terms
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention within each of several sequences that lie packed one after another.
-
-    Sequence b has the slot of tokens ``cu_seqlens[b]`` up to ``cu_seqlens[b + 1]``. One plan
-    serves all batches with as many sequences, as long ones and as many tokens, or fewer, up to
-    the next powers of two; see ``TORCH_CUDNN_MHA_LENGTHS``. Nothing is read back to the host.
-
-    Args:
-        query: ``(Tq, Hq, Dqk)``, float16 or bfloat16 on a CUDA device; a view into a packed
-            projection will do.
-        key: ``(Tkv, Hk, Dqk)``; Hk divides Hq, as for `cudnn_sdpa` with ``enable_gqa``.
-        value: ``(Tkv, Hv, Dv)``.
-        cu_seqlens_q, cu_seqlens_kv: ``(B + 1,)`` int32 or int64 on the device, ascending from 0
-            or more up to Tq and Tkv at most. On a device that is not checked, which would wait
-            for it; on the CPU what is wrong raises, of lengths too.
-        max_seqlen_q, max_seqlen_kv: at least the longest sequence; what a sequence is longer is
-            ignored.
-        seq_lens_q, seq_lens_kv: ``(B,)`` integers: only so many first tokens of each slot belong
-            to the sequence, at most as many as it has; the rest is a gap, which may hold anything.
-        dropout_p, is_causal, scale, causal_alignment, window, alibi, alibi_slopes, softcap, sinks:
-            as for `cudnn_sdpa`, within each sequence.
-        return_lse: also return the log-sum-exp ``(Hq, Tq)``, float32, natural logarithm.
-        deterministic, workspace_limit, fallback: as for `cudnn_sdpa`.
-
-    Returns:
-        ``(Tq, Hq, Dv)``, contiguous; with ``return_lse`` the pair of it and the log-sum-exp.
-        Tokens of no sequence get zeros, -inf, and zero gradients.
+    """`cudnn_sdpa_varlen` on these terms.
 
     Raises:
-        CudnnSdpaUnsupportedError: ``fallback`` is False and cuDNN does not serve the call.
-        ValueError, TypeError, RuntimeError: arguments that mean nothing; the message names them.
+        CudnnSdpaUnsupportedError: no fallback is allowed, and cuDNN does not serve the call.
+        ValueError, TypeError, RuntimeError: tensors that do not fit; the message names them.
     """
-    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi)
-    options = make_options(
-        dropout_p,
-        is_causal,
-        scale,
-        True,
-        return_lse,
-        deterministic,
-        workspace_limit,
-        fallback,
-    )
-    given = Given(
-        query,
-        key,
-        value,
-        None,
-        seq_lens_q,
-        seq_lens_kv,
-        alibi_slopes,
-        sinks,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-    )
-    require_tensors(query, key, value, None)
-    require_operands(given)
-    query, key, value = (autocast(t) for t in (query, key, value))
-    given = given._replace(query=query, key=key, value=value)
+    given = checked(given, longest_q, longest_kv, options)
     terms = dataclasses.replace(terms, alibi=terms.alibi or given.slopes is not None)
-    validate(given, max_seqlen_q, max_seqlen_kv, options)
-    output, lse = _attend(given, max_seqlen_q, max_seqlen_kv, options, terms)
+    output, lse = attend(given, longest_q, longest_kv, options, terms)
     return output if lse is None else (output, lse)
+
+
+def checked(given: Given, longest_q: int, longest_kv: int, options: Options) -> Given:
+    """The tensors of a call as autocast has them.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: tensors that do not fit; the message names them.
+    """
+    require_tensors(*given[:3], None)
+    require_operands(given)
+    query, key, value = (autocast(t) for t in given[:3])
+    given = given._replace(query=query, key=key, value=value)
+    validate(given, longest_q, longest_kv, options)
+    return given
 
 
 def validate(given: Given, longest_q: int, longest_kv: int, options: Options) -> None:
@@ -193,9 +131,7 @@ def validate(given: Given, longest_q: int, longest_kv: int, options: Options) ->
             raise ValueError(f"{name} must not be negative, got {longest}")
 
 
-def _attend(
-    given: Given, longest_q: int, longest_kv: int, options: Options, terms: Terms
-) -> Result:
+def attend(given: Given, longest_q: int, longest_kv: int, options: Options, terms: Terms) -> Result:
     assert given.starts_q is not None
     gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (*given[:3], given.sinks)
@@ -271,53 +207,73 @@ def describe(
     """How a valid call would be computed, without its plans; see `padded.describe`."""
     longest_q, longest_kv = within_tokens(given, longest_q, longest_kv)
     if goes_through_padding(given, gradient, device):
-        call, _, _ = _padded(given, longest_q, longest_kv)
+        call, _, _ = on_padding(given, longest_q, longest_kv)
         return padded.describe(call, options, terms, gradient, device)
     sizes = _sizes(given, longest_q, longest_kv)
     return _describe(given, sizes, options, terms, gradient, False, device)
 
 
-def _padded(given: Given, longest_q: int, longest_kv: int) -> tuple[Given, Tensor, Tensor]:
-    """The call on a padded batch, which of its queries are real, and where these lie."""
+class Side(NamedTuple):
+    """Where packed tokens, of queries or of keys, lie in a padded batch.
+
+    Attributes:
+        lengths: ``(B,)`` how many belong to each sequence.
+        places: ``(B, S)`` the token of each row; any token for padding.
+        goals: ``(B * S,)`` likewise, but one behind the last token for padding.
+        tokens: how many there are.
+    """
+
+    lengths: Tensor
+    places: Tensor
+    goals: Tensor
+    tokens: int
+
+    def padded(self, tensor: Tensor) -> Tensor:
+        """``(B, H, S, ...)`` of ``(tokens, H, ...)``."""
+        return tensor[self.places].transpose(1, 2)
+
+    def packed(self, result: Tensor, rest: float = 0.0) -> Tensor:
+        """``(tokens, H, ...)`` of ``(B, H, S, ...)``; ``rest`` for tokens of no sequence."""
+        rows = result.transpose(1, 2).flatten(0, 1)
+        found = rows.new_full((self.tokens + 1, *rows.shape[1:]), rest)
+        return found.index_copy(0, self.goals, rows)[:-1]
+
+
+def _side(starts: Tensor, lengths: Tensor | None, longest: int, tokens: int) -> Side:
+    own = _own_lengths(starts, lengths, longest)
+    index = torch.arange(longest, device=starts.device)
+    places = (starts[:-1, None] + index).clamp(max=tokens - 1)
+    goals = torch.where(index < own[:, None], places, tokens).flatten()
+    return Side(own, places, goals, tokens)
+
+
+def on_padding(given: Given, longest_q: int, longest_kv: int) -> tuple[Given, Side, Side]:
+    """A call of some tokens on a padded batch, and where its queries and its keys lie there."""
     assert given.starts_q is not None and given.starts_kv is not None
-    sides = []
+    query, key, value = given[:3]
     # The kernels for one query have neither sinks nor, beside one key, a gradient.
-    for starts, lengths, longest, tensor in (
-        (given.starts_q, given.lengths_q, max(longest_q, 2), given.query),
-        (given.starts_kv, given.lengths_kv, longest_kv, given.key),
-    ):
-        own = _own_lengths(starts, lengths, longest)
-        index = torch.arange(longest, device=tensor.device)
-        places = (starts[:-1, None] + index).clamp(max=tensor.shape[0] - 1)
-        sides.append((own, index < own[:, None], places))
-    (lengths_q, real, places_q), (lengths_kv, _, places_kv) = sides
+    queries = _side(given.starts_q, given.lengths_q, max(longest_q, 2), query.shape[0])
+    keys = _side(given.starts_kv, given.lengths_kv, longest_kv, key.shape[0])
     call = Given(
-        given.query[places_q].transpose(1, 2),
-        given.key[places_kv].transpose(1, 2),
-        given.value[places_kv].transpose(1, 2),
+        queries.padded(query),
+        keys.padded(key),
+        keys.padded(value),
         None,
-        lengths_q,
-        lengths_kv,
+        queries.lengths,
+        keys.lengths,
         given.slopes,
         given.sinks,
     )
-    return call, real, places_q
+    return call, queries, keys
 
 
 def _through_padding(
     given: Given, longest_q: int, longest_kv: int, options: Options, terms: Terms
 ) -> Result:
     """The call as one on a padded batch."""
-    call, real, places_q = _padded(given, longest_q, longest_kv)
+    call, queries, _ = on_padding(given, longest_q, longest_kv)
     output, lse = padded.attend(call, options, terms)
-    tokens = given.query.shape[0]
-    goal = torch.where(real, places_q, tokens).flatten()  # padding goes to a row behind the last
-
-    def back(result: Tensor, rest: float) -> Tensor:
-        rows = result.transpose(1, 2).flatten(0, 1)
-        return rows.new_full((tokens + 1, *rows.shape[1:]), rest).index_copy(0, goal, rows)[:-1]
-
-    return back(output, 0.0), None if lse is None else back(lse, -torch.inf).mT
+    return queries.packed(output), None if lse is None else queries.packed(lse, -torch.inf).mT
 
 
 def _own_lengths(starts: Tensor, lengths: Tensor | None, longest: int) -> Tensor:
@@ -499,8 +455,41 @@ def _constant_operands(route: Route, given: Given) -> Operands:
     return operands
 
 
-def run(route: Route, given: Given, longest_q: int, longest_kv: int, gradient: bool) -> Result:
-    """Output, and log-sum-exp where the options ask for it, by a route that has plans."""
+def run(
+    route: Route,
+    given: Given,
+    longest_q: int,
+    longest_kv: int,
+    gradient: bool,
+    drawn: padded.Drawn | None = None,
+) -> Result:
+    """Output, and log-sum-exp where the options ask for it, by a route that has plans.
+
+    Args:
+        route: that of the call.
+        given: the caller's tensors.
+        longest_q, longest_kv: the longest sequences.
+        gradient: autograd shall know of it.
+        drawn: the dropout's seed; None draws one where there is dropout.
+    """
+    assert route.spec is not None
+    inputs, sinks, operands = prepared(route, given, longest_q, longest_kv, drawn)
+    shape = (given.query.shape[0], inputs.query.shape[1], inputs.value.shape[2])
+    layout = TensorSpec(shape, contiguous_stride(shape), route.spec.query.dtype)
+    output, lse = run_plans(inputs, sinks, layout, operands, route, gradient)
+    if lse is not None and sinks is not None and route.options.return_lse:
+        lse = _with_sinks_alone(lse, sinks, operands)
+    return output[..., : route.outline.dim_v], lse if route.options.return_lse else None
+
+
+def prepared(
+    route: Route,
+    given: Given,
+    longest_q: int,
+    longest_kv: int,
+    drawn: padded.Drawn | None = None,
+) -> tuple[Inputs, Tensor | None, Operands]:
+    """Tensors that cuDNN can address, sinks in float32, and what else the plans are told."""
     assert route.spec is not None
     inputs = prepare(given, route.options, dense_query=route.spec.tokens_q is not None)
     runtime.keep_for_captures(route)
@@ -508,15 +497,10 @@ def run(route: Route, given: Given, longest_q: int, longest_kv: int, gradient: b
     if given.slopes is not None:
         operands[Uid.SLOPES] = given.slopes.detach().float().contiguous()
     if route.options.dropout_p:
-        device = given.query.device
-        operands[Uid.DROPOUT_SEED], operands[Uid.DROPOUT_OFFSET] = attention.draw(device)
+        seed, offset = attention.draw(given.query.device) if drawn is None else drawn
+        operands[Uid.DROPOUT_SEED], operands[Uid.DROPOUT_OFFSET] = seed, offset
     sinks = None if given.sinks is None else given.sinks.float().contiguous()
-    shape = (given.query.shape[0], inputs.query.shape[1], inputs.value.shape[2])
-    layout = TensorSpec(shape, contiguous_stride(shape), route.spec.query.dtype)
-    output, lse = run_plans(inputs, sinks, layout, operands, route, gradient)
-    if lse is not None and sinks is not None and route.options.return_lse:
-        lse = _with_sinks_alone(lse, sinks, operands)
-    return output[..., : route.outline.dim_v], lse if route.options.return_lse else None
+    return inputs, sinks, operands
 
 
 def _with_sinks_alone(lse: Tensor, sinks: Tensor, operands: Operands) -> Tensor:
@@ -563,6 +547,14 @@ def _fall_back(
     """The call by plain PyTorch, if that is allowed."""
     if given.query.numel():
         accept(given, options, reasons)
+    output, lse = by_reference(given, longest_q, longest_kv, options, terms)
+    return output, lse if options.return_lse else None
+
+
+def by_reference(
+    given: Given, longest_q: int, longest_kv: int, options: Options, terms: Terms
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp by plain PyTorch."""
     assert given.starts_q is not None and given.starts_kv is not None
     output, lse = reference_layouts.varlen(
         given.query,
@@ -582,4 +574,4 @@ def _fall_back(
         max_seqlen_q=longest_q,
         max_seqlen_kv=longest_kv,
     )
-    return output, lse.float() if options.return_lse else None
+    return output, lse.float()

@@ -1,24 +1,37 @@
 """Packed sequences as the dispatcher calls them: below autograd, each direction complete in itself.
 
 The counterpart of `kernels` for tensors ``(tokens, H, D)``. What the backward needs of its forward
-is output and log-sum-exp; both directions reach their plans by the same decision.
+is output, log-sum-exp and the dropout's seed; both directions reach their plans by the same
+decision. Where cuDNN does not serve a call, the functions whose names begin with ``reference_``
+compute it by plain PyTorch.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cudnn_mha import devices, dispatch, packed, runtime
+from cudnn_mha import devices, dispatch, packed, padded_kernels
 from cudnn_mha.checks import Reason
 from cudnn_mha.execution import run_backward
 from cudnn_mha.inputs import Options, addressable_copy
 from cudnn_mha.kernels import NotServed
+from cudnn_mha.padded import Drawn
 from cudnn_mha.routes import Given, Route
 from cudnn_mha.terms import Terms
+
+
+class Gradients(NamedTuple):
+    """Gradients in the shapes of what they belong to; None where no sinks want one."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
 
 
 @torch.no_grad()
@@ -29,25 +42,33 @@ def forward(
     options: Options,
     terms: Terms,
     gradient: bool,
+    drawn: Drawn | None = None,
+    *,
+    padding: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output ``(Tq, Hq, Dv)``, contiguous, and log-sum-exp ``(Hq, Tq)``, by cuDNN.
 
     Args:
-        given: query, key, value, where their sequences start, and perhaps lengths; nothing else.
+        given: the tensors; sinks require a gradient where one is wanted of them.
         longest_q, longest_kv: at least the longest sequences.
-        options: without dropout; ``return_lse`` is set.
-        terms: which keys a query sees.
+        options: ``return_lse`` is set.
+        terms: the call's other arguments.
         gradient: the backward will be wanted, so both directions are served or neither.
+        drawn: seed and offset of the dropout, where there is one.
+        padding: a call that cuDNN knows on a padded batch alone is computed on one.
 
     Raises:
         NotServed: cuDNN does not serve the call.
     """
     longest = packed.within_tokens(given, longest_q, longest_kv)
-    output, lse = packed.run(
-        _find(given, *longest, options, terms, gradient), given, *longest, gradient
-    )
-    assert lse is not None
-    return output, lse
+    if padding and _needs_padding(given, *longest, gradient):
+        call, queries, _ = packed.on_padding(given, *longest)
+        output, lse = padded_kernels.forward(call, options, terms, drawn)
+        return queries.packed(output), queries.packed(lse, -torch.inf).mT
+    route = _find(given, *longest, options, terms, gradient)
+    output, found = packed.run(route, given, *longest, False, drawn)
+    assert found is not None
+    return output, found
 
 
 @torch.no_grad()
@@ -60,33 +81,50 @@ def backward(
     longest_kv: int,
     options: Options,
     terms: Terms,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value from what `forward` left, by cuDNN.
+    drawn: Drawn | None = None,
+    *,
+    padding: bool = False,
+) -> Gradients:
+    """The gradients from what `forward` left, by cuDNN.
 
     Raises:
         NotServed: as for `forward`.
     """
     longest = packed.within_tokens(given, longest_q, longest_kv)
+    if padding and _needs_padding(given, *longest, True):
+        batch = packed.on_padding(given, *longest)
+        stash = _padded_stash(batch, grad_output, output, lse)
+        return _packed(batch, padded_kernels.backward(*stash, options, terms, drawn))
     route = _find(given, *longest, options, terms, True)
-    assert route.spec is not None
-    bounded = route.spec.tokens_q is not None
-    query, key, value, *_ = packed.prepare(given, options, dense_query=bounded)
-    runtime.keep_for_captures(route)
-    operands = route.operands | packed.sequences_of(route, given, *longest)
+    inputs, sinks, operands = packed.prepared(route, given, *longest, drawn)
+    query, key, value, *_ = inputs
     missing = value.shape[-1] - output.shape[-1]
     if missing:
         output, grad_output = (F.pad(t, (0, missing)) for t in (output, grad_output))
     output = addressable_copy(output.contiguous())
     by_token = lse.mT.contiguous().mT
-    found = run_backward(
-        route, grad_output, query, key, value, None, None, output, by_token, operands
-    )[:3]
+    *found, _, grad_sinks = run_backward(
+        route, grad_output, query, key, value, None, sinks, output, by_token, operands
+    )
     grad_query, grad_key, grad_value = (
-        grad[..., : tensor.shape[-1]] for grad, tensor in zip(found, given[:3], strict=True)
+        grad[..., : tensor.shape[-1]]
+        for grad, tensor in zip(found[:3], given[:3], strict=True)
+        if grad is not None
     )
     if options.scale is not None and options.scale <= 0:  # the query was multiplied by this
         grad_query = grad_query * math.copysign(options.scale != 0, options.scale)
-    return grad_query, grad_key, grad_value
+    if grad_sinks is not None and given.sinks is not None:
+        grad_sinks = grad_sinks.to(given.sinks.dtype)
+    return Gradients(grad_query, grad_key, grad_value, grad_sinks)
+
+
+def _needs_padding(given: Given, longest_q: int, longest_kv: int, gradient: bool) -> bool:
+    nothing = _is_empty(given, longest_q, longest_kv)
+    return not nothing and packed.goes_through_padding(given, gradient, None)
+
+
+def _is_empty(given: Given, longest_q: int, longest_kv: int) -> bool:
+    return 0 in (*given.query.shape, *given.key.shape, *given.value.shape, longest_q, longest_kv)
 
 
 def _find(
@@ -104,7 +142,7 @@ def _find(
         raise NotServed((Reason("arguments", str(error)),)) from error
     if not dispatch.plain(*(t for t in given if t is not None)):
         raise NotServed((dispatch.not_for_cudnn(given.query),))
-    if 0 in (*given.query.shape, *given.key.shape, *given.value.shape, longest_q, longest_kv):
+    if _is_empty(given, longest_q, longest_kv):
         raise NotServed((Reason("empty", "there is nothing for cuDNN to compute"),))
     if packed.goes_through_padding(given, gradient, None):
         sm = devices.cuda(given.query.device.index).sm
@@ -114,3 +152,62 @@ def _find(
     if route.reasons:
         raise NotServed(route.reasons)
     return route
+
+
+@torch.no_grad()
+def reference_forward(
+    given: Given,
+    longest_q: int,
+    longest_kv: int,
+    options: Options,
+    terms: Terms,
+    drawn: Drawn | None,
+) -> tuple[Tensor, Tensor]:
+    """The same as `forward` by plain PyTorch, on any device."""
+    longest = packed.within_tokens(given, longest_q, longest_kv)
+    if _is_empty(given, *longest):
+        return packed.by_reference(given, *longest, options, terms)
+    call, queries, _ = packed.on_padding(given, *longest)
+    output, lse = padded_kernels.reference_forward(call, options, terms, drawn)
+    return queries.packed(output), queries.packed(lse, -torch.inf).mT
+
+
+@torch.no_grad()
+def reference_backward(
+    grad_output: Tensor,
+    given: Given,
+    output: Tensor,
+    lse: Tensor,
+    longest_q: int,
+    longest_kv: int,
+    options: Options,
+    terms: Terms,
+    drawn: Drawn | None,
+) -> Gradients:
+    """The same as `backward` by plain PyTorch, on any device."""
+    longest = packed.within_tokens(given, longest_q, longest_kv)
+    if _is_empty(given, *longest):
+        query, key, value = (t.new_zeros(t.shape) for t in given[:3])
+        sinks = None if given.sinks is None else torch.zeros_like(given.sinks)
+        return Gradients(query, key, value, sinks)
+    batch = packed.on_padding(given, *longest)
+    stash = _padded_stash(batch, grad_output, output, lse)
+    return _packed(batch, padded_kernels.reference_backward(*stash, options, terms, drawn))
+
+
+_Batch = tuple[Given, packed.Side, packed.Side]
+
+
+def _padded_stash(
+    batch: _Batch, grad_output: Tensor, output: Tensor, lse: Tensor
+) -> tuple[Tensor, Given, Tensor, Tensor]:
+    """What the backward on a padded batch is given."""
+    call, queries, _ = batch
+    return queries.padded(grad_output), call, queries.padded(output), queries.padded(lse.mT)
+
+
+def _packed(batch: _Batch, found: padded_kernels.Gradients) -> Gradients:
+    _, queries, keys = batch
+    return Gradients(
+        queries.packed(found.query), keys.packed(found.key), keys.packed(found.value), found.sinks
+    )

@@ -7,7 +7,7 @@ sinks.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,16 +72,26 @@ def compute(given: Given, options: Options, terms: Terms) -> Tensor | tuple[Tens
         CudnnSdpaUnsupportedError: no fallback is allowed, and cuDNN does not serve the call.
         ValueError, TypeError: tensors that do not fit; the message names the argument.
     """
+    given = checked(given, options)
+    terms = dataclasses.replace(terms, alibi=terms.alibi or given.slopes is not None)
+    output, lse = attend(given, options, terms)
+    return output if lse is None else (output, lse)
+
+
+def checked(given: Given, options: Options) -> Given:
+    """The tensors of a call as autocast has them.
+
+    Raises:
+        ValueError, TypeError: tensors that do not fit; the message names the argument.
+    """
     require_tensors(*given[:4])
     require_operands(given)
     query, key, value = (autocast(t) for t in given[:3])
     given = given._replace(query=query, key=key, value=value)
     # A window beside the mask is no contradiction, is_causal is one by PyTorch's convention.
     validate(query, key, value, given.mask, options)
-    terms = dataclasses.replace(terms, alibi=terms.alibi or given.slopes is not None)
     validate_given(given)
-    output, lse = attend(given, options, terms)
-    return output if lse is None else (output, lse)
+    return given
 
 
 def validate_given(given: Given) -> None:
@@ -113,13 +123,27 @@ def attend(given: Given, options: Options, terms: Terms) -> Result:
 
     if not dispatch.plain(*(t for t in given if t is not None)):
         return fall_back(dispatch.not_for_cudnn(given.query))
-    route = decided(
+    route = find(given, options, terms, gradient)
+    return follow(route, lambda: run(route, given, gradient), fall_back)
+
+
+def find(
+    given: Given, options: Options, terms: Terms, gradient: bool, *, chosen: bool = False
+) -> Route:
+    """The route of a valid call, with its plans or the reasons why there are none.
+
+    Args:
+        given: CUDA tensors with memory of their own.
+        options, terms: the call's other arguments.
+        gradient: gradients will be wanted; of the mask and the sinks where these require them.
+        chosen: cuDNN was chosen already, so PyTorch's switches for its backends do not matter.
+    """
+    return decided(
         _routes,
-        _signature(given, options, terms, gradient),
-        lambda: describe(given, options, terms, gradient),
+        (*_signature(given, options, terms, gradient), chosen),
+        lambda: describe(given, options, terms, gradient, chosen=chosen),
         lambda route: _constant_operands(route, given),
     )
-    return follow(route, lambda: _run(route, given, gradient), fall_back)
 
 
 def _signature(given: Given, options: Options, terms: Terms, gradient: bool) -> tuple[Any, ...]:
@@ -139,6 +163,8 @@ def describe(
     terms: Terms,
     gradient: bool,
     device: Device | None = None,
+    *,
+    chosen: bool = False,
 ) -> Route:
     """How a valid call would be computed, as far as it shows before there are plans.
 
@@ -147,8 +173,9 @@ def describe(
         options, terms: the caller's other arguments.
         gradient: some gradient will be wanted.
         device: the GPU to decide for; None takes that of the tensors.
+        chosen: as for `find`.
     """
-    route, reasons, device = begin(given, options, terms, device)
+    route, reasons, device = begin(given, options, terms, device, chosen=chosen)
     if device is None:
         return route
     inputs = prepare(given.query, given.key, given.value, given.mask, options)
@@ -230,8 +257,37 @@ def _constant_operands(route: Route, given: Given) -> Operands:
     return operands
 
 
-def _run(route: Route, given: Given, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    assert route.spec is not None and route.forward is not None
+class Call(NamedTuple):
+    """A call as the plans of its route take it.
+
+    Attributes:
+        inputs: tensors that cuDNN can address, without what it must not read.
+        sinks: ``(Hq,)`` float32, or None.
+        operands: what else the plans are told.
+        hidden_q, hidden_kv: what of queries and keys is padding that the plans do not know of,
+            ``(B, 1, S, 1)``, or None.
+    """
+
+    inputs: Inputs
+    sinks: Tensor | None
+    operands: Operands
+    hidden_q: Tensor | None
+    hidden_kv: Tensor | None
+
+
+Drawn = tuple[Tensor, Tensor]
+"""Seed and offset of the dropout, 0-d int64."""
+
+
+def prepared(route: Route, given: Given, drawn: Drawn | None = None) -> Call:
+    """The call of a route that has plans.
+
+    Args:
+        route: that of the call.
+        given: the caller's tensors.
+        drawn: the dropout's seed; None draws one where there is dropout.
+    """
+    assert route.spec is not None
     spec = route.spec
     sinks = None if given.sinks is None else given.sinks.float().contiguous()
     # Softmax with a sink is not invariant to what is subtracted from the keys' scores alone.
@@ -245,14 +301,34 @@ def _run(route: Route, given: Given, gradient: bool) -> tuple[Tensor, Tensor | N
     if given.slopes is not None:
         operands[Uid.SLOPES] = given.slopes.detach().float().contiguous()
     if route.options.dropout_p:
-        operands[Uid.DROPOUT_SEED], operands[Uid.DROPOUT_OFFSET] = attention.draw(query.device)
-    output, lse = run_plans(
-        Inputs(query, key, value, bias, None), sinks, spec.output, operands, route, gradient
-    )
+        seed, offset = attention.draw(query.device) if drawn is None else drawn
+        operands[Uid.DROPOUT_SEED], operands[Uid.DROPOUT_OFFSET] = seed, offset
+    return Call(Inputs(query, key, value, bias, shift), sinks, operands, hidden_q, hidden_kv)
+
+
+def without_padding(route: Route, call: Call, output: Tensor, lse: Tensor | None) -> Result:
+    """What the plans gave, with zeros and -inf for what they did not know to be padding."""
     output = output[..., : route.outline.dim_v]
-    if hidden_q is not None:
-        output = output.masked_fill(hidden_q, 0)
-        lse = None if lse is None else lse.masked_fill(hidden_q[..., 0], -torch.inf)
+    if call.hidden_q is not None:
+        output = output.masked_fill(call.hidden_q, 0)
+        lse = None if lse is None else lse.masked_fill(call.hidden_q[..., 0], -torch.inf)
+    return output, lse
+
+
+def run(route: Route, given: Given, gradient: bool, drawn: Drawn | None = None) -> Result:
+    """Output, and log-sum-exp where the options ask for it, by a route that has plans.
+
+    Args:
+        route: that of the call.
+        given: the caller's tensors.
+        gradient: autograd shall know of it.
+        drawn: as for `prepared`.
+    """
+    assert route.spec is not None
+    call = prepared(route, given, drawn)
+    sinks, shift = call.sinks, call.inputs.shift
+    output, lse = run_plans(call.inputs, sinks, route.spec.output, call.operands, route, gradient)
+    output, lse = without_padding(route, call, output, lse)
     if lse is not None and shift is not None:
         lse = lse + shift.squeeze(-1)
     if lse is not None and sinks is not None:
@@ -310,10 +386,7 @@ def _fall_back(
     accept(given, options, reasons)
     # The reference has no batch of one for three dimensions, and broadcasts no heads of the query.
     query, key, value = four_dimensional(*given[:3], options)
-    lengths = [
-        None if n is None else n.clamp(0, t.shape[-2])
-        for n, t in ((given.lengths_q, query), (given.lengths_kv, key))
-    ]
+    call = given._replace(query=query, key=key, value=value)
     output, lse = reference.attention(
         query,
         key,
@@ -321,15 +394,26 @@ def _fall_back(
         given.mask,
         options.dropout_p,
         scale=options.scale,
-        seq_lens_q=lengths[0],
-        seq_lens_kv=lengths[1],
-        bottom_right=terms.bottom_right,
-        window=terms.window,
-        softcap=terms.softcap or None,
         score_mod=None if terms.score_mod is None else on_tensors(terms.score_mod),
-        alibi_slopes=slopes_of(given._replace(query=query), terms),
-        sinks=given.sinks,
+        **terms_of_the_reference(call, terms),
     )
     if given.query.dim() == 3:
         output, lse = output[0], lse[0]
     return output, lse.float() if options.return_lse else None
+
+
+def terms_of_the_reference(given: Given, terms: Terms) -> dict[str, Any]:
+    """What `reference` calls the terms, of tensors ``(B, H, S, D)``; but a score_mod."""
+    lengths = [
+        None if n is None else n.clamp(0, t.shape[-2])
+        for n, t in ((given.lengths_q, given.query), (given.lengths_kv, given.key))
+    ]
+    return {
+        "seq_lens_q": lengths[0],
+        "seq_lens_kv": lengths[1],
+        "bottom_right": terms.bottom_right,
+        "window": terms.window,
+        "softcap": terms.softcap or None,
+        "alibi_slopes": slopes_of(given, terms),
+        "sinks": given.sinks,
+    }

@@ -18,7 +18,6 @@ from cudnn_mha.inputs import (
     Options,
     addressable_copy,
     layout_of,
-    make_options,
     require_alike,
     require_local,
     require_tensors,
@@ -42,92 +41,61 @@ from cudnn_mha.routes import (
 )
 from cudnn_mha.sequences import Operands, require_lengths, require_pages
 from cudnn_mha.spec import AttentionSpec, Direction, TensorSpec, contiguous_stride, layout_like
-from cudnn_mha.terms import Terms, make_terms, paper_slopes
+from cudnn_mha.terms import Terms, paper_slopes
 
 LAYOUTS = ("HND", "NHD")
+
+NO_GRADIENT = "attention to pages has no gradient"
 
 _routes: dispatch.Decisions[Route] = dispatch.Decisions()
 
 
-@runtime.not_traced
-def cudnn_sdpa_paged(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    block_table: Tensor,
-    seq_lens_kv: Tensor,
-    *,
-    seq_lens_q: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    causal_alignment: str = "bottom_right",
-    window: tuple[int, int] | None = None,
-    alibi: bool = False,
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    page_layout: str = "HND",
-    return_lse: bool = False,
-    workspace_limit: int | str | None = None,
-    fallback: bool = True,
+def compute(
+    given: Given, table: Tensor, layout: str, options: Options, terms: Terms
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention to keys and values in pages; forward only.
-
-    The first page of sequence b holds its first keys; its last page may be filled in part. For
-    one query (decoding), a few (speculation) or many (a prompt in chunks), the last of which
-    belongs to the last key: hence the default alignment.
-
-    Args:
-        query: ``(B, Hq, Sq, Dqk)``, float16 or bfloat16 on a CUDA device, D a multiple of 8.
-        key_pages: ``(pages, Hk, page size, Dqk)``, or ``(pages, page size, Hk, Dqk)`` with
-            ``page_layout="NHD"``; in any layout that cuDNN can address, since it is never copied.
-            Hk divides Hq. Slots of a page behind the last key must hold finite numbers, as those
-            of a pool allocated with zeros do. cuDNN takes page sizes that are powers of two.
-            Autocast does not cast pages, nor the query beside them.
-        value_pages: likewise with Hv and Dv.
-        block_table: ``(B, M)`` int32 or int64, the pages of each sequence in order; entries
-            behind the last page in use may be anything. On a device entries are clamped to the
-            pool, and lengths to what there is; on the CPU what is wrong raises.
-        seq_lens_kv: ``(B,)`` integers on the device, keys of each sequence, at most M pages full.
-        seq_lens_q: ``(B,)`` integers: how many of the first rows of the query are real; output
-            zeros and log-sum-exp -inf for the others.
-        is_causal, scale, causal_alignment, window, alibi, alibi_slopes, softcap, sinks: as for
-            `cudnn_sdpa`.
-        page_layout: ``"HND"`` or ``"NHD"``.
-        return_lse: also return the log-sum-exp ``(B, Hq, Sq)``, float32, natural logarithm.
-        workspace_limit, fallback: as for `cudnn_sdpa`.
-
-    Returns:
-        ``(B, Hq, Sq, Dv)`` in the memory order of query; with ``return_lse`` the pair of it and
-        the log-sum-exp.
+    """`cudnn_sdpa_paged` on these terms; see `checked`.
 
     Raises:
-        CudnnSdpaUnsupportedError: ``fallback`` is False and cuDNN does not serve the call.
-        ValueError, TypeError, RuntimeError: arguments that mean nothing; the message names them.
+        CudnnSdpaUnsupportedError: no fallback is allowed, and cuDNN does not serve the call.
+        ValueError, TypeError, RuntimeError: tensors that do not fit; the message names them.
     """
-    require_tensors(query, key_pages, value_pages, None)
+    given = checked(given, table, layout, options)
+    terms = dataclasses.replace(terms, alibi=terms.alibi or given.slopes is not None)
+    output, lse = attend(given, table, options, terms)
+    return output if lse is None else (output, lse)
+
+
+def checked(given: Given, table: Tensor, layout: str, options: Options) -> Given:
+    """The tensors of a call, pages with their heads first.
+
+    Args:
+        given: the caller's tensors.
+        table: the pages of each sequence.
+        layout: where pages have their heads, one of `LAYOUTS`.
+        options: the caller's other arguments.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: tensors that do not fit; the message names them.
+    """
+    require_tensors(*given[:3], None)
     operands = {
-        "block_table": block_table,
-        "seq_lens_kv": seq_lens_kv,
-        "seq_lens_q": seq_lens_q,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
+        "block_table": table,
+        "seq_lens_kv": given.lengths_kv,
+        "seq_lens_q": given.lengths_q,
+        "alibi_slopes": given.slopes,
+        "sinks": given.sinks,
     }
     for name, operand in operands.items():
         optional = name not in ("block_table", "seq_lens_kv")
         if not isinstance(operand, Tensor) and not (optional and operand is None):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(operand).__name__}")
-    require_local((query, key_pages, value_pages, *operands.values()))
-    key_pages, value_pages = heads_first(key_pages, value_pages, page_layout)
-    terms = make_terms(is_causal, causal_alignment, window, softcap, alibi)
-    terms = dataclasses.replace(terms, alibi=terms.alibi or alibi_slopes is not None)
-    options = make_options(
-        0.0, is_causal, scale, True, return_lse, False, workspace_limit, fallback
-    )
-    given = Given(query, key_pages, value_pages, None, seq_lens_q, seq_lens_kv, alibi_slopes, sinks)
-    validate(given, block_table, options)
-    output, lse = _attend(given, block_table, options, terms)
-    return output if lse is None else (output, lse)
+    require_local((*given[:3], *operands.values()))
+    key, value = heads_first(given.key, given.value, layout)
+    given = given._replace(key=key, value=value)
+    validate(given, table, options)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+        raise RuntimeError(f"{NO_GRADIENT}; call it under torch.no_grad()")
+    return given
 
 
 def heads_first(key: Tensor, value: Tensor, page_layout: str) -> tuple[Tensor, Tensor]:
@@ -177,13 +145,11 @@ def validate(given: Given, table: Tensor, options: Options) -> None:
         require_lengths("seq_lens_q", given.lengths_q, query.shape[2], "the rows of query")
 
 
-def _attend(given: Given, table: Tensor, options: Options, terms: Terms) -> Result:
+def attend(given: Given, table: Tensor, options: Options, terms: Terms) -> Result:
     def fall_back(*reasons: Reason) -> Result:
         return _fall_back(given, table, options, terms, reasons)
 
     tensors = [t for t in (*given, table) if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise RuntimeError("attention to pages has no gradient; call it under torch.no_grad()")
     if not dispatch.plain(*tensors):
         return fall_back(dispatch.not_for_cudnn(given.query))
     if 0 in (*given.query.shape, *given.key.shape, *given.value.shape, *table.shape):

@@ -13,6 +13,9 @@ FAR = 2**31 - 1
 
 ALIGNMENTS = ("top_left", "bottom_right")
 
+Wishes = tuple[str, tuple[int, int] | None, float | None, bool]
+"""A caller's causal_alignment, window, softcap and alibi, as `make_terms` takes them."""
+
 
 @dataclass(frozen=True)
 class Terms:

@@ -72,8 +72,8 @@ def install(
         name = "_describe" if hasattr(module, "_describe") else "describe"
         describe = getattr(module, name)
 
-        def described(*given: Any, describe: Callable[..., Any] = describe) -> Any:
-            return describe(*given, device=machine.device)
+        def described(*given: Any, describe: Callable[..., Any] = describe, **options: Any) -> Any:
+            return describe(*given, device=machine.device, **options)
 
         monkeypatch.setattr(module, name, described)
         monkeypatch.setattr(module, "_routes", Decisions())

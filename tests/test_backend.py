@@ -406,7 +406,7 @@ def test_dropout_follows_pytorchs_seed_and_the_backward_its_forward(
     assert [(int(c[6]), int(c[7])) for c in calls] == [(int(s), int(o)) for s, o in wanted]
     assert not torch.equal(calls[0][0], calls[1][0])
     for got in reversed(calls):  # the later forward must not have changed the earlier one's seed
-        kept = kernels._kept(*tensors[:2], 0.5, got[6])
+        kept = kernels.kept_weights(*tensors[:2], 0.5, got[6])
         assert kept is not None
         assert 0 < int(kept.sum()) < kept.numel()
         assert_right(got, tensors, dropout_p=0.5, dropout_mask=kept)

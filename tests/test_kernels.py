@@ -90,7 +90,7 @@ class Played:
             p,
             decision.options.is_causal,
             decision.outline.scale,
-            dropout_mask=kernels._kept(query, key, p, seed),
+            dropout_mask=kernels.kept_weights(query, key, p, seed),
         )
         written = output.new_empty_strided(output.shape, decision.output_stride)
         return written.copy_(output), lse.unsqueeze(-1)
@@ -123,7 +123,7 @@ class Played:
             p,
             decision.options.is_causal,
             decision.outline.scale,
-            dropout_mask=kernels._kept(query, key, p, seed),
+            dropout_mask=kernels.kept_weights(query, key, p, seed),
         )
         wanted = bias is not None and decision.bias_gradient
         grad_bias = scores.sum_to_size(bias.shape) if wanted and bias is not None else None

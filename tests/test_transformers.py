@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import padded_models
 from cudnn_mha import config, dispatch, packed, sequences
 from cudnn_mha.functional import cudnn_sdpa
-from cudnn_mha.packed import cudnn_sdpa_varlen
+from cudnn_mha.functional_layouts import cudnn_sdpa_varlen
 from tests.support import no_waits
 from tests.test_autoload import run
 

@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 
 from cudnn_mha.functional import cudnn_sdpa
+from cudnn_mha.functional_layouts import cudnn_sdpa_paged, cudnn_sdpa_varlen
 from cudnn_mha.integrations import kv_cache
 from cudnn_mha.integrations.naming import in_words
-from cudnn_mha.packed import cudnn_sdpa_varlen
-from cudnn_mha.paged import cudnn_sdpa_paged
 from cudnn_mha.routes import require_fit
 from cudnn_mha.sequences import on_host, require_lengths, require_pages, require_starts
 

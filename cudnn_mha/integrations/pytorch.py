@@ -382,8 +382,8 @@ def _flash_backward(
         query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window, None
     )
     options = _options(scale, True)
-    found = packed_kernels.backward(grad_out, given, out, logsumexp, max_q, max_k, options, terms)
-    return _laid_out(found[0], query), _laid_out(found[1], key), _laid_out(found[2], value)
+    grads = packed_kernels.backward(grad_out, given, out, logsumexp, max_q, max_k, options, terms)
+    return _laid_out(grads.query, query), _laid_out(grads.key, key), _laid_out(grads.value, value)
 
 
 def _varlen_backward(

@@ -20,8 +20,8 @@ from torch import Tensor
 from cudnn_mha import config
 from cudnn_mha.errors import CudnnSdpaUnsupportedError
 from cudnn_mha.functional import cudnn_sdpa
+from cudnn_mha.functional_layouts import cudnn_sdpa_varlen
 from cudnn_mha.inputs import autocast, is_half
-from cudnn_mha.packed import cudnn_sdpa_varlen
 from cudnn_mha.sequences import require_starts
 
 try:
