@@ -95,6 +95,9 @@ _SCHEMAS = {
         "(Tensor output, Tensor logsumexp)"
     ),
 }
+NAMES = tuple(_SCHEMAS)
+"""Of the operators."""
+
 for _name, _schema in _SCHEMAS.items():
     library.define(_name + _schema, tags=TAGS)
 

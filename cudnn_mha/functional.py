@@ -167,7 +167,8 @@ def cudnn_sdpa(
         return_lse: also return the log-sum-exp of each row's scores, natural logarithm, float32,
             ``(B, Hq, Sq)``; -inf for a row that masks everything. Differentiable: cuDNN computes
             its gradient by a backward whose value has 16 more dimensions, and raises where there
-            is none; in compiled code it has no gradient.
+            is none. In compiled code that of a dense call has none, and with the arguments from
+            seq_lens_q on it breaks the graph where it may need one.
         deterministic: True asks for gradients that are bit-equal on every run; None follows
             ``torch.use_deterministic_algorithms``.
         workspace_limit: most bytes of scratch device memory, or a text such as ``'64MiB'``; plans
@@ -209,7 +210,8 @@ def cudnn_sdpa(
     operations at most. It is called once for every call, with symbols: no comparison, no ``if`` on
     a value, no tensor. What it builds, numbers included, is compiled into the plan, so functions
     that build the same share one, and a number that changes with every step costs a plan each
-    time. The result and its derivative have to be finite where keys are hidden, too.
+    time. The result and its derivative have to be finite where keys are hidden, too. It breaks the
+    graph of compiled code.
 
     Returns:
         ``(B, Hq, Sq, Dv)`` in the memory order of query; with ``return_lse`` the pair of it and

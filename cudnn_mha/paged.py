@@ -45,7 +45,7 @@ from cudnn_mha.terms import Terms, paper_slopes
 
 LAYOUTS = ("HND", "NHD")
 
-NO_GRADIENT = "attention to pages has no gradient"
+NO_GRADIENT = "attention to pages has no gradient; call it under torch.no_grad()"
 
 _routes: dispatch.Decisions[Route] = dispatch.Decisions()
 
@@ -94,7 +94,7 @@ def checked(given: Given, table: Tensor, layout: str, options: Options) -> Given
     given = given._replace(key=key, value=value)
     validate(given, table, options)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
-        raise RuntimeError(f"{NO_GRADIENT}; call it under torch.no_grad()")
+        raise RuntimeError(NO_GRADIENT)
     return given
 
 

@@ -6,7 +6,7 @@ Nothing is fetched. The reference is made from the docstrings, the tables from t
 from __future__ import annotations
 
 import cudnn_mha
-from cudnn_mha import ops
+from cudnn_mha import extended_ops, ops
 from cudnn_mha.checks import HAZARDS
 
 project = "cudnn_mha"
@@ -50,7 +50,13 @@ def _hazards() -> str:
 def _schemas() -> str:
     """The operators' schemas, an argument a line."""
     texts = []
-    for operator in (ops.sdpa_forward, ops.sdpa_backward, ops.sdpa_inference):
+    operators = (
+        ops.sdpa_forward,
+        ops.sdpa_backward,
+        ops.sdpa_inference,
+        *(getattr(extended_ops, name) for name in extended_ops.NAMES),
+    )
+    for operator in operators:
         given, returned = str(operator.default._schema).split(" -> ")
         given = given.replace("(", "(\n    ", 1).replace(", ", ",\n    ")
         texts.append(f"```text\n{given[:-1]}\n) -> {returned}\n```")

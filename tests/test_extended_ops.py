@@ -477,6 +477,25 @@ def test_one_graph_serves_all_packings() -> None:
     assert counter.frame_count == 1
 
 
+class Model(torch.nn.Module):
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Any:
+        query, key, value = tokens.permute(2, 0, 3, 1, 4).unbind()
+        return cudnn_sdpa(query, key, value, seq_lens_kv=lengths, is_causal=True)
+
+
+def test_export() -> None:
+    length = torch.export.Dim("length", min=2, max=64)
+    tokens, lengths = torch.randn(B, 9, 3, H, 8), lens(9, 3, 5)
+    with torch.no_grad():
+        shapes = ({1: length}, None)
+        program = torch.export.export(Model(), (tokens, lengths), dynamic_shapes=shapes)
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert "cudnn_mha.sdpa_padded_inference.default" in targets
+    for size in (9, 23):
+        tokens = torch.randn(B, size, 3, H, 8)
+        close([program.module()(tokens, lengths)], [Model()(tokens, lengths)], EXACT)
+
+
 def operations(function: Function, *tensors: Any) -> list[str]:
     backend = EagerAndRecordGraphs()
     torch.compile(function, fullgraph=True, backend=backend)(*tensors)

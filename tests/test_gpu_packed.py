@@ -68,6 +68,7 @@ def packed(
     kind: torch.dtype = torch.int32,
     fused: bool = False,
     fallback: bool = False,
+    lse: bool = True,
 ) -> Results:
     """Output, LSE and gradients of a padded call by packing it; anything but cuDNN raises.
 
@@ -79,6 +80,7 @@ def packed(
         kind: dtype of what says where sequences start.
         fused: query, key and value are views of one buffer, which takes lengths that are equal.
         fallback: PyTorch may compute it.
+        lse: the log-sum-exp is asked for.
     """
     options = dict(case.options)
     lengths = options.pop("seq_lens_q"), options.pop("seq_lens_kv")
@@ -116,20 +118,20 @@ def packed(
         leaves.append(options["sinks"])
     if gaps:
         options |= {"seq_lens_q": lengths[0], "seq_lens_kv": lengths[1]}
-    output, lse = cudnn_sdpa_varlen(
+    found: Any = cudnn_sdpa_varlen(
         *leaves[:3],
         cu[0].to(kind),
         cu[1].to(kind),
         case.query.shape[2],
         case.key.shape[2],
-        return_lse=True,
+        return_lse=lse,
         fallback=fallback,
         **options,
     )
-    results = {
-        "output": unpack(output.detach(), 0, case.query),
-        "lse": unpack(lse.detach().T, 0, case.query, -torch.inf),
-    }
+    output = found[0] if lse else found
+    results = {"output": unpack(output.detach(), 0, case.query)}
+    if lse:
+        results["lse"] = unpack(found[1].detach().T, 0, case.query, -torch.inf)
     if gradients:
         assert case.grad_output is not None
         found = torch.autograd.grad(output, leaves, pack(case.grad_output, 0))
