@@ -342,6 +342,34 @@ def test_compilers_take_what_pytorchs_function_can_say_whole() -> None:
     close(got, torch.autograd.grad(want.square().sum(), qkv)[0])
 
 
+STARTS = torch.tensor([0, 4, 9], dtype=torch.int32)
+CACHE = randn(B, 16, H, D), randn(B, 16, H, D)
+COMPILED: dict[str, Callable[[Tensor], Any]] = {
+    "window": lambda q: flash_attn_func(q, q, q, causal=True, window_size=(3, 0)),
+    "soft cap": lambda q: flash_attn_func(q, q, q, softcap=3.0),
+    "packed": lambda q: flash_attn_varlen_func(
+        *(q[0],) * 3, STARTS, STARTS, 5, 5, causal=True, window_size=(2, 0)
+    ),
+    "cache": lambda q: flash_attn_with_kvcache(
+        q[:, :2].detach(), *CACHE, cache_seqlens=torch.tensor([5, 9, 16]), causal=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compilers_take_the_rest_whole_too(name: str) -> None:
+    torch._dynamo.reset()
+    query = randn(B, 9, H, D, grad=True)
+    compiled = torch.compile(COMPILED[name], fullgraph=True, backend="aot_eager")
+    got, want = compiled(query), COMPILED[name](query)
+    close(got, want)
+    if want.requires_grad:
+        upstream = torch.randn_like(want)
+        one, other = (torch.autograd.grad(r, query, upstream)[0] for r in (got, want))
+        # The operator's backward uses the log-sum-exp, which is float32.
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 # ----------------------------------------------------------------------------------------- packed
 
 

@@ -651,8 +651,10 @@ def test_errors_name_what_transformers_calls_its_arguments(
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_compiled_models(fullgraph: bool) -> None:
-    model = copy.deepcopy(decoder("mistral"))
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt-oss"])
+def test_compiled_models(name: str, fullgraph: bool) -> None:
+    torch._dynamo.reset()
+    model = copy.deepcopy(decoder(name))
     inputs, real = causal_inputs("ends")
     del inputs["labels"]
     model.set_attn_implementation("cudnn_mha")

@@ -105,8 +105,7 @@ def register(padding: str = "any") -> None:
     ``output_attentions=True`` and every argument of a model's that means nothing here raise.
 
     Where cuDNN does not serve a call, PyTorch computes it with a mask of all scores; see
-    `cudnn_sdpa`. `torch.compile` traces calls without a break except those with a soft cap,
-    sinks or ``cu_seq_lens_q``, at which it breaks its graph.
+    `cudnn_sdpa`. `torch.compile` traces calls without a break.
 
     Models whose code computes attention itself have ``"eager"``. Most are refused in their first
     forward (Bloom, MPT, RemBERT). Those that look their layers up in a table of their own stop
