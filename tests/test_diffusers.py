@@ -426,7 +426,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 UNKNOWN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
-    "old": (old, r"0\.35\.2: it is older than 0\.36\.0; pip install 'diffusers>=0\.36\.0'"),
+    "old": (old, r"0\.35\.2: it is older than 0\.42\.0; pip install 'diffusers>=0\.42\.0'"),
     "without_a_table": (without_a_table, "_supported_arg_names is not a dictionary"),
     "without_a_check": (without_a_check, "_check_shape is missing"),
     "without_an_active_name": (without_an_active_name, "_active_backend is not one of"),

@@ -40,13 +40,13 @@ except ModuleNotFoundError as error:
     if error.name != "diffusers":
         raise
     raise ImportError(
-        "cudnn_mha.integrations.diffusers needs diffusers: pip install 'diffusers>=0.36'"
+        "cudnn_mha.integrations.diffusers needs diffusers: pip install 'diffusers>=0.42'"
     ) from error
 
 NAME = "cudnn_mha"
 """What diffusers calls the backend."""
 
-MIN_DIFFUSERS = "0.36.0"
+MIN_DIFFUSERS = "0.42.0"
 """The oldest release whose dispatcher is the known one."""
 
 _MEMBER = "CUDNN_MHA"
