@@ -47,12 +47,13 @@ class Arguments(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients in the shapes and layouts of what they belong to."""
+    """Gradients in the shapes and layouts of what they belong to; None where none is wanted."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    bias: Tensor | None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 class NotServed(Exception):

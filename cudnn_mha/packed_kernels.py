@@ -9,7 +9,6 @@ compute it by plain PyTorch.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,19 +18,10 @@ from cudnn_mha import devices, dispatch, packed, padded_kernels
 from cudnn_mha.checks import Reason
 from cudnn_mha.execution import run_backward
 from cudnn_mha.inputs import Options, addressable_copy
-from cudnn_mha.kernels import NotServed
+from cudnn_mha.kernels import Gradients, NotServed
 from cudnn_mha.padded import Drawn
 from cudnn_mha.routes import Given, Route
 from cudnn_mha.terms import Terms
-
-
-class Gradients(NamedTuple):
-    """Gradients in the shapes of what they belong to; None where no sinks want one."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None
 
 
 @torch.no_grad()
@@ -49,7 +39,7 @@ def forward(
     """Output ``(Tq, Hq, Dv)``, contiguous, and log-sum-exp ``(Hq, Tq)``, by cuDNN.
 
     Args:
-        given: the tensors; sinks require a gradient where one is wanted of them.
+        given: tensors that are valid; sinks require a gradient where one is wanted of them.
         longest_q, longest_kv: at least the longest sequences.
         options: ``return_lse`` is set.
         terms: the call's other arguments.
@@ -115,12 +105,15 @@ def backward(
         grad_query = grad_query * math.copysign(options.scale != 0, options.scale)
     if grad_sinks is not None and given.sinks is not None:
         grad_sinks = grad_sinks.to(given.sinks.dtype)
-    return Gradients(grad_query, grad_key, grad_value, grad_sinks)
+    return Gradients(grad_query, grad_key, grad_value, sinks=grad_sinks)
 
 
 def _needs_padding(given: Given, longest_q: int, longest_kv: int, gradient: bool) -> bool:
-    nothing = _is_empty(given, longest_q, longest_kv)
-    return not nothing and packed.goes_through_padding(given, gradient, None)
+    return (
+        not _is_empty(given, longest_q, longest_kv)
+        and dispatch.plain(*(t for t in given if t is not None))
+        and packed.goes_through_padding(given, gradient, None)
+    )
 
 
 def _is_empty(given: Given, longest_q: int, longest_kv: int) -> bool:
@@ -136,10 +129,6 @@ def _find(
     gradient: bool,
 ) -> Route:
     """The route of a call that has plans."""
-    try:
-        packed.validate(given, longest_q, longest_kv, options)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise NotServed((Reason("arguments", str(error)),)) from error
     if not dispatch.plain(*(t for t in given if t is not None)):
         raise NotServed((dispatch.not_for_cudnn(given.query),))
     if _is_empty(given, longest_q, longest_kv):
@@ -189,7 +178,7 @@ def reference_backward(
     if _is_empty(given, *longest):
         query, key, value = (t.new_zeros(t.shape) for t in given[:3])
         sinks = None if given.sinks is None else torch.zeros_like(given.sinks)
-        return Gradients(query, key, value, sinks)
+        return Gradients(query, key, value, sinks=sinks)
     batch = packed.on_padding(given, *longest)
     stash = _padded_stash(batch, grad_output, output, lse)
     return _packed(batch, padded_kernels.reference_backward(*stash, options, terms, drawn))
@@ -206,8 +195,11 @@ def _padded_stash(
     return queries.padded(grad_output), call, queries.padded(output), queries.padded(lse.mT)
 
 
-def _packed(batch: _Batch, found: padded_kernels.Gradients) -> Gradients:
+def _packed(batch: _Batch, found: Gradients) -> Gradients:
     _, queries, keys = batch
     return Gradients(
-        queries.packed(found.query), keys.packed(found.key), keys.packed(found.value), found.sinks
+        queries.packed(found.query),
+        keys.packed(found.key),
+        keys.packed(found.value),
+        sinks=found.sinks,
     )

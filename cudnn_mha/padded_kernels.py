@@ -9,7 +9,6 @@ with ``reference_`` compute it by plain PyTorch.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ from cudnn_mha.checks import Reason
 from cudnn_mha.execution import run_backward, run_plans
 from cudnn_mha.inputs import Options, addressable_copy, empty_output, without_data
 from cudnn_mha.kernels import (
+    Gradients,
     NotServed,
     gradient_of,
     in_layout,
@@ -30,16 +30,6 @@ from cudnn_mha.kernels import (
 from cudnn_mha.padded import Drawn
 from cudnn_mha.routes import Given, Manner, Route
 from cudnn_mha.terms import Terms
-
-
-class Gradients(NamedTuple):
-    """Gradients in the shapes and layouts of what they belong to; None where none is wanted."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    sinks: Tensor | None
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
 
-from cudnn_mha import config, kernels, packed_kernels
+from cudnn_mha import config, kernels, packed, packed_kernels
 from cudnn_mha.backend import Tally, replacing
 from cudnn_mha.checks import Kind, Reason
 from cudnn_mha.dispatch import log_fallback
@@ -259,7 +259,7 @@ def _flash_forward(
         raise NotServed((Reason("cum_seq_k", "keys that are not packed are left to PyTorch"),))
     gradient = _gradient(query, key, value)
     given, terms = _packed(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window, seqused_k
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window, scale, seqused_k
     )
     options = _options(scale, gradient)
     output, lse = packed_kernels.forward(given, max_q, max_k, options, terms, gradient)
@@ -379,7 +379,7 @@ def _flash_backward(
         found = _dense_backward(grad_out, query, key, value, out, logsumexp, is_causal, scale)
         return found[0].transpose(1, 2), found[1].transpose(1, 2), found[2].transpose(1, 2)
     given, terms = _packed(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window, None
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window, scale, None
     )
     options = _options(scale, True)
     grads = packed_kernels.backward(grad_out, given, out, logsumexp, max_q, max_k, options, terms)
@@ -520,8 +520,10 @@ def _packed(
     max_k: int,
     is_causal: bool,
     window: tuple[int, int],
+    scale: float | None,
     seqused_k: Tensor | None,
 ) -> tuple[Given, Terms]:
+    """A packed call; raises NotServed where it means nothing."""
     if query.shape[-1] != value.shape[-1]:
         raise NotServed((Reason("arguments", "flash attention takes one head dimension"),))
     # With the same sequences on both sides the two corners of each diagonal are one.
@@ -536,6 +538,10 @@ def _packed(
         starts_q=cum_seq_q,
         starts_kv=cum_seq_k,
     )
+    try:
+        packed.validate(given, max_q, max_k, Options(scale=scale))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise NotServed((Reason("arguments", str(error)),)) from error
     return given, terms
 
 
