@@ -15,14 +15,16 @@ the arguments have the names they have there. Padded tensors are ``(B, H, S, D)`
 
 Stashed for a backward are ``output``; ``logsumexp``, float32, natural logarithm, ``(B, Hq, Sq)``
 or packed ``(Hq, Tq)``; ``philox_seed`` and ``philox_offset``, 0-d int64, empty where there is no
-dropout. Without sinks the log-sum-exp of a row whose float mask has no entry above -1e4 is that
-of the scores less the row's largest entry. It has no gradient. Where cuDNN does not serve a call
+dropout. Without sinks this log-sum-exp of a row whose float mask has no entry above -1e4 is that
+of the scores less the row's largest entry; that of an operator for inference is of the scores
+themselves. Neither has a gradient. Where cuDNN does not serve a call
 the operators compute it by plain PyTorch, on any device; with ``fallback=False`` they raise
 `CudnnSdpaUnsupportedError`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +48,10 @@ from cudnn_mha.ops import (
     cast_by_autocast,
     library,
     no_double_backward,
+    refuse_compiled,
     refused,
+    register_kernel,
+    register_loop_for_vmap,
     register_without_backward,
     seed_of,
 )
@@ -61,10 +66,9 @@ _PACKED = (
 )
 _TERMS = (
     'float? scale=None, str causal_alignment="top_left", SymInt[2] window=-1, bool alibi=False, '
-    "float softcap=0.0, bool deterministic=False, SymInt? workspace_limit=None, "
-    "bool fallback=True"
+    "float softcap=0.0, SymInt? workspace_limit=None, bool fallback=True"
 )
-_CALL = f"float dropout_p=0.0, bool is_causal=False, *, {_TERMS}"
+_CALL = f"float dropout_p=0.0, bool is_causal=False, *, {_TERMS}, bool deterministic=False"
 _LEFT = "(Tensor output, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset)"
 _FOUND = "Tensor grad_query, Tensor grad_key, Tensor grad_value"
 _SCHEMAS = {
@@ -91,7 +95,8 @@ _SCHEMAS = {
     "sdpa_paged": (
         "(Tensor query, Tensor key_pages, Tensor value_pages, Tensor block_table, "
         f"Tensor seq_lens_kv, Tensor? seq_lens_q, Tensor? alibi_slopes, Tensor? sinks, "
-        f"bool is_causal=False, *, {_TERMS}, bool return_lse=False) -> "
+        f"bool is_causal=False, *, {_TERMS.replace('top_left', 'bottom_right')}, "
+        "bool return_lse=False) -> "
         "(Tensor output, Tensor logsumexp)"
     ),
 }
@@ -114,17 +119,33 @@ sdpa_paged = torch.ops.cudnn_mha.sdpa_paged
 
 
 def take(tensors: Sequence[object], return_lse: bool) -> bool:
-    """Whether a call becomes an operator: where a compiler looks on, and cuDNN is allowed.
+    """Whether a compiler looks on that can trace a call.
 
-    A log-sum-exp that may need a gradient does not: the operators' has none.
+    It cannot where the log-sum-exp may need a gradient, which that of the operators has not.
     """
+    if not torch.compiler.is_compiling():
+        return False
+    return not (return_lse and _wants_gradient(tensors)) or not _allowed()
+
+
+def _allowed() -> bool:
+    """Whether a call becomes an operator; else the compiler sees plain PyTorch."""
     return (
-        torch.compiler.is_compiling()
-        and not (return_lse and _wants_gradient(tensors))
-        and not (config.current is not None and config.current.disabled)
+        not (config.current is not None and config.current.disabled)
         and torch._C._get_cudnn_sdp_enabled()
         and not torch._C._are_functorch_transforms_active()
     )
+
+
+def _with_alibi(terms: Terms, given: Given) -> Terms:
+    return dataclasses.replace(terms, alibi=terms.alibi or given.slopes is not None)
+
+
+def _plain(options: Options, result: tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    """What plain PyTorch computed, if that is allowed."""
+    if not options.fallback:
+        refuse_compiled()
+    return result if options.return_lse else result[0]
 
 
 def _wants_gradient(tensors: Sequence[object]) -> bool:
@@ -165,6 +186,9 @@ def padded_call(
     options = make_options(*numbers)
     asked = _keywords(options, wishes)
     given = padded.checked(Given(*tensors), options)
+    if not _allowed():
+        terms = _with_alibi(make_terms(options.is_causal, *wishes), given)
+        return _plain(options, padded.by_reference(given, options, terms))
     query, key, value = four_dimensional(*given[:3], options)
     call = (query, key, value, *given[3:8], options.dropout_p, options.is_causal)
     if _wants_gradient(given):
@@ -194,6 +218,10 @@ def packed_call(
     options = make_options(*numbers)
     asked = _keywords(options, wishes)
     given = packed.checked(Given(*tensors), *longest, options)
+    if not _allowed():
+        terms = _with_alibi(make_terms(options.is_causal, *wishes), given)
+        own = packed.within_tokens(given, *longest)
+        return _plain(options, packed.by_reference(given, *own, options, terms))
     call = (
         *given[:3],
         given.starts_q,
@@ -225,7 +253,11 @@ def paged_call(
     options = make_options(*numbers)
     asked = _keywords(options, wishes)
     given = paged.checked(Given(*tensors), table, layout, options)
+    if not _allowed():
+        terms = _with_alibi(make_terms(options.is_causal, *wishes), given)
+        return _plain(options, paged.by_reference(given, table, options, terms))
     call = (*given[:3], table, given.lengths_kv, given.lengths_q, given.slopes, given.sinks)
+    del asked["deterministic"]  # there is no backward
     output, lse = sdpa_paged(*call, options.is_causal, **asked, return_lse=options.return_lse)
     return (output, lse) if options.return_lse else output
 
@@ -250,7 +282,7 @@ class _Asked:
         self, given: Given, dropout_p: float, is_causal: bool, *, return_lse: bool
     ) -> Options:
         query, key, value = given[:3]
-        limit = self.workspace_limit
+        limit = config.parse_bytes(self.workspace_limit)
         return Options(
             dropout_p,
             is_causal,
@@ -263,13 +295,17 @@ class _Asked:
         )
 
     def terms(self, given: Given, is_causal: bool) -> Terms:
-        left, right = self.window
+        window: Any = tuple(self.window)
         alibi = self.alibi or given.slopes is not None
-        return make_terms(is_causal, self.causal_alignment, (left, right), self.softcap, alibi)
+        return make_terms(is_causal, self.causal_alignment, window, self.softcap, alibi)
 
 
 def _wanting(tensor: Tensor | None, wanted: bool) -> Tensor | None:
     """The tensor as what is decided on it sees whether its gradient is wanted."""
+    if tensor is not None and wanted and not tensor.is_floating_point():
+        raise TypeError(
+            f"attn_bias of dtype {tensor.dtype} has no gradient: call with bias_gradient=False"
+        )
     return None if tensor is None else tensor.detach().requires_grad_(wanted)
 
 
@@ -280,6 +316,23 @@ def _drawn(dropout_p: float, seed: Tensor, offset: Tensor) -> padded.Drawn | Non
 def _or_empty(tensor: Tensor | None, query: Tensor) -> Tensor:
     """Operators return no None."""
     return query.new_empty(0, dtype=torch.float32) if tensor is None else tensor.contiguous()
+
+
+def _require_stash(given: Given, dropout_p: float, lse: tuple[int, ...], **stash: Tensor) -> None:
+    """Raises for what is not of the shape that the forward of these tensors left."""
+    output = (*given.query.shape[:-1], given.value.shape[-1])
+    scalar = () if dropout_p else (0,)
+    shapes = {"logsumexp": lse, "philox_seed": scalar, "philox_offset": scalar}
+    for name, tensor in stash.items():
+        shape = shapes.get(name, output)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be of shape {shape}, got {tuple(tensor.shape)}")
+    for name in ("grad_out", "out"):
+        if stash[name].dtype != given.query.dtype:
+            raise TypeError(
+                f"{name} must be of the dtype of query, {given.query.dtype}, got "
+                f"{stash[name].dtype}"
+            )
 
 
 def _padded_given(tensors: tuple[Any, ...], bias_gradient: bool, sinks_gradient: bool) -> Given:
@@ -293,7 +346,8 @@ def _require_padded(given: Given, options: Options) -> None:
     query, key, value = given[:3]
     validate(query, key, value, given.mask, options)
     if query.dim() != 4 or not query.shape[0] == key.shape[0] == value.shape[0]:
-        raise ValueError("query, key and value must be (B, H, S, D) with the same B")
+        shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+        raise ValueError(f"query, key and value must be (B, H, S, D) with the same B, got {shapes}")
     padded.validate_given(given)
 
 
@@ -341,6 +395,17 @@ def _padded_backward(
     given = _padded_given(tuple(tensors), bias_gradient, sinks_gradient)
     own = _Asked(**asked)
     options = own.options(given, dropout_p, is_causal, return_lse=True)
+    _require_padded(given, options)
+    _require_stash(
+        given,
+        dropout_p,
+        tuple(given.query.shape[:-1]),
+        grad_out=grad_out,
+        out=output,
+        logsumexp=lse,
+        philox_seed=seed,
+        philox_offset=offset,
+    )
     terms = own.terms(given, is_causal)
     call = (grad_out, given, output, lse, options, terms, _drawn(dropout_p, seed, offset))
     try:
@@ -400,6 +465,17 @@ def _packed_backward(
     given = _packed_given(tuple(tensors), sinks_gradient)
     own = _Asked(**asked)
     options = own.options(given, dropout_p, is_causal, return_lse=True)
+    packed.validate(given, longest_q, longest_kv, options)
+    _require_stash(
+        given,
+        dropout_p,
+        (given.query.shape[1], given.query.shape[0]),
+        grad_out=grad_out,
+        out=output,
+        logsumexp=lse,
+        philox_seed=seed,
+        philox_offset=offset,
+    )
     terms = own.terms(given, is_causal)
     call = (grad_out, given, output, lse, longest_q, longest_kv, options, terms)
     drawn = _drawn(dropout_p, seed, offset)
@@ -422,11 +498,12 @@ def _paged(
     sinks: Tensor | None,
     is_causal: bool = False,
     *,
+    causal_alignment: str = "bottom_right",
     return_lse: bool = False,
     **asked: Any,
 ) -> tuple[Tensor, Tensor]:
     given = Given(query, key, value, None, lengths_q, lengths_kv, slopes, sinks)
-    own = _Asked(**asked)
+    own = _Asked(causal_alignment=causal_alignment, **asked)
     options = own.options(given, 0.0, is_causal, return_lse=return_lse)
     paged.validate(given, table, options)
     with torch.no_grad():
@@ -451,8 +528,7 @@ _kernels: dict[str, Callable[..., Any]] = {
     "sdpa_paged": _paged,
 }
 for _name, _kernel in _kernels.items():
-    for _key in ("CUDA", "CPU"):
-        library.impl(_name, _kernel, _key)
+    register_kernel(_name, _kernel)
 
 
 # ----------------------------------------------------------------------------------- fake tensors
@@ -567,7 +643,8 @@ def _padded_gradients(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[An
         return (None,) * 10
     _require_asked(ctx, 3, "attn_bias", "bias_gradient")
     _require_asked(ctx, 7, "sinks", "sinks_gradient")
-    tensors, stash = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
+    saved = ctx.saved_tensors  # once: a checkpoint computes them anew
+    tensors, stash = saved[:8], saved[8:]
     *found, bias, sinks = sdpa_padded_backward(
         grad_output, *tensors, *stash, *ctx.numbers, **ctx.options
     )
@@ -580,7 +657,8 @@ def _packed_gradients(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[An
     if grad_output is None:
         return (None,) * 13
     _require_asked(ctx, 8, "sinks", "sinks_gradient")
-    tensors, stash = ctx.saved_tensors[:9], ctx.saved_tensors[9:]
+    saved = ctx.saved_tensors  # once: a checkpoint computes them anew
+    tensors, stash = saved[:9], saved[9:]
     longest, rest = ctx.numbers[:2], ctx.numbers[2:]
     *found, sinks = sdpa_varlen_backward(
         grad_output, *tensors, *longest, *stash, *rest, **ctx.options
@@ -602,6 +680,17 @@ for _name, _gradients in (
         f"{_name}_inference leaves nothing for a backward; call {_name}_forward",
     )
 register_without_backward("sdpa_paged", paged.NO_GRADIENT)
+
+for _op, _dropout in (
+    (sdpa_padded_forward, 8),
+    (sdpa_padded_inference, 8),
+    (sdpa_padded_backward, None),
+    (sdpa_varlen_forward, 11),
+    (sdpa_varlen_inference, 11),
+    (sdpa_varlen_backward, None),
+    (sdpa_paged, None),
+):
+    register_loop_for_vmap(_op, _dropout)
 
 for _op in (sdpa_padded_forward, sdpa_padded_inference, sdpa_varlen_forward, sdpa_varlen_inference):
     cast_by_autocast(_op)

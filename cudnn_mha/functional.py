@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
 from cudnn_mha import config, extended_ops, ops, padded, runtime
@@ -23,7 +22,6 @@ from cudnn_mha.dispatch import (
     fall_back,
     not_for_cudnn,
 )
-from cudnn_mha.errors import CudnnSdpaUnsupportedError
 from cudnn_mha.inputs import (
     Inputs,
     Numbers,
@@ -385,7 +383,7 @@ def _by_operators(
     )
     if not _for_the_operators(query):
         if not options.fallback:
-            _refuse_compiled()
+            ops.refuse_compiled()
         return _result(options, compute(query, key, value, mask, options, gradient=gradient))
     given = {
         "scale": options.scale,
@@ -406,17 +404,6 @@ def _by_operators(
     if query.dim() == 3:
         output, lse = output[0], lse[0]
     return (output, lse) if options.return_lse else output
-
-
-@_disable_dynamo
-def _refuse_compiled() -> NoReturn:
-    """Raises out of compiled code, which knows no exceptions of others."""
-    message = (
-        "a call that is compiled or sharded must have float16 or bfloat16 tensors of 3 or 4 "
-        "dimensions on a CUDA device, and cuDNN allowed; call it with plain tensors outside of the "
-        "compiler for every reason"
-    )
-    raise CudnnSdpaUnsupportedError("a compiled call", (Reason("compiled", message),))
 
 
 def _for_the_operators(query: Tensor) -> bool:

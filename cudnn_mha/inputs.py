@@ -129,7 +129,7 @@ def require_kinds(
     """Raises TypeError for what is no number or no bool."""
     numbers = {"dropout_p": dropout_p} | ({} if scale is None else {"scale": scale})
     for name, given in numbers.items():
-        if not isinstance(given, int | float):
+        if not isinstance(given, int | float | torch.SymInt | torch.SymFloat):
             raise TypeError(f"{name} must be a number, got {given!r}")
     flags = {
         "is_causal": is_causal,

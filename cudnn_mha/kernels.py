@@ -127,7 +127,7 @@ def _decide(
     bias_gradient: bool,
     aten: bool,
 ) -> Decision:
-    limit = arguments.workspace_limit
+    limit = config.parse_bytes(arguments.workspace_limit)
     options = Options(
         dropout_p=arguments.dropout_p,
         is_causal=arguments.is_causal,
@@ -139,7 +139,10 @@ def _decide(
     )
     try:
         if query.dim() != 4 or not query.shape[0] == key.shape[0] == value.shape[0]:
-            raise ValueError("query, key and value must be (B, H, S, D) with the same B")
+            shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+            raise ValueError(
+                f"query, key and value must be (B, H, S, D) with the same B, got {shapes}"
+            )
         validate(query, key, value, bias, options)
     except (ValueError, TypeError, RuntimeError) as error:
         if not aten:

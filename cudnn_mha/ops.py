@@ -26,10 +26,11 @@ compute it by plain PyTorch, on any device; with ``fallback=False`` they raise
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.library import Library
 from torch.utils.flop_counter import register_flop_formula
 
@@ -212,10 +213,37 @@ def refused(
         log_fallback(call, reasons)
 
 
+@_disable_dynamo
+def refuse_compiled() -> NoReturn:
+    """Raises out of compiled code, which knows no exceptions of others."""
+    message = (
+        "a call that is compiled or sharded must have float16 or bfloat16 tensors of 3 or 4 "
+        "dimensions on a CUDA device, and cuDNN allowed; call it with plain tensors outside of the "
+        "compiler for every reason"
+    )
+    raise CudnnSdpaUnsupportedError("a compiled call", (Reason("compiled", message),))
+
+
+_no_views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def register_kernel(name: str, function: Any) -> None:
+    """Has an operator computed by a function, on GPUs and on the CPU."""
+
+    @functools.wraps(function)
+    def kernel(*args: Any, **options: Any) -> Any:
+        # What it returns is the operator's own, whatever tensor it was a view of in here: autograd
+        # forbids to change the views that functions return.
+        with torch._C._ExcludeDispatchKeyGuard(_no_views):
+            return function(*args, **options)
+
+    for key in ("CUDA", "CPU"):
+        library.impl(name, kernel, key)
+
+
 _kernels = {"sdpa_forward": _forward, "sdpa_inference": _inference, "sdpa_backward": _backward}
 for _name, _kernel in _kernels.items():
-    for _key in ("CUDA", "CPU"):
-        library.impl(_name, _kernel, _key)
+    register_kernel(_name, _kernel)
 
 
 # ----------------------------------------------------------------------------------- fake tensors
@@ -387,11 +415,8 @@ def _batched(op: Any, query: int, randomness: bool) -> Any:
         size = info.batch_size
         if options.get("bias_gradient"):
             raise RuntimeError("vmap over attention gives no gradient of attn_bias")
-        if randomness and any(args[4:5]) and info.randomness != "different":
-            raise RuntimeError(
-                "attention with dropout draws a mask for every element of vmap's dimension: call "
-                f"vmap with randomness='different', got {info.randomness!r}"
-            )
+        if randomness and any(args[4:5]):
+            require_different(info)
         batch = args[query].shape[int(in_dims[query] == 0)]
         folded = [
             _fold(a, dim, size, batch)
@@ -413,6 +438,42 @@ def _batched(op: Any, query: int, randomness: bool) -> Any:
         ), dims
 
     return rule
+
+
+def register_loop_for_vmap(op: Any, dropout: int | None) -> None:
+    """Has vmap call an operator once for each element of its dimension.
+
+    Args:
+        op: the operator.
+        dropout: where the probability of dropout is among its arguments, if it draws a mask.
+    """
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any, **options: Any) -> Any:
+        if dropout is not None and any(args[dropout : dropout + 1]):
+            require_different(info)
+        results = [
+            op(
+                *(
+                    a if dim is None else a.select(dim, i)
+                    for a, dim in zip(args, in_dims, strict=True)
+                ),
+                **options,
+            )
+            for i in range(info.batch_size)
+        ]
+        stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+        return stacked, (0,) * len(stacked)
+
+    torch.library.register_vmap(op.default, rule, lib=library)
+
+
+def require_different(info: Any) -> None:
+    """Raises where vmap does not say that every element draws a mask of its own."""
+    if info.randomness != "different":
+        raise RuntimeError(
+            "attention with dropout draws a mask for every element of vmap's dimension: call "
+            f"vmap with randomness='different', got {info.randomness!r}"
+        )
 
 
 def _fold(tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:

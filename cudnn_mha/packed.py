@@ -125,9 +125,11 @@ def validate(given: Given, longest_q: int, longest_kv: int, options: Options) ->
         if lengths is not None and on_host(starts):
             require_lengths(name, lengths, starts.diff().tolist(), "what its slot has")
     for name, longest in (("max_seqlen_q", longest_q), ("max_seqlen_kv", longest_kv)):
-        if isinstance(longest, bool) or not isinstance(longest, int):
+        if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt):
             raise TypeError(f"{name} must be a whole number, got {longest!r}")
-        if longest < 0:
+        if torch.compiler.is_compiling():
+            torch._check(longest >= 0)  # of a number that is known only when it runs, too
+        elif longest < 0:
             raise ValueError(f"{name} must not be negative, got {longest}")
 
 

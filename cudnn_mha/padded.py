@@ -33,6 +33,7 @@ from cudnn_mha.inputs import (
     four_dimensional,
     prepare,
     require_tensors,
+    row_shift,
     validate,
 )
 from cudnn_mha.routes import (
@@ -384,22 +385,35 @@ def _fall_back(
 ) -> tuple[Tensor, Tensor | None]:
     """The call by plain PyTorch, if that is allowed."""
     accept(given, options, reasons)
+    output, lse = by_reference(given, options, terms)
+    return output, lse if options.return_lse else None
+
+
+def by_reference(given: Given, options: Options, terms: Terms) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp by plain PyTorch."""
     # The reference has no batch of one for three dimensions, and broadcasts no heads of the query.
     query, key, value = four_dimensional(*given[:3], options)
     call = given._replace(query=query, key=key, value=value)
+    mask, shift = given.mask, None
+    if mask is not None and mask.dtype != torch.bool and given.sinks is None:
+        # Of scores near -1e9 float32 keeps nothing: the rows are shifted, as they are for cuDNN.
+        shift = row_shift(mask)
+        mask = mask.to(torch.promote_types(mask.dtype, torch.float32)) - shift
     output, lse = reference.attention(
         query,
         key,
         value,
-        given.mask,
+        mask,
         options.dropout_p,
         scale=options.scale,
         score_mod=None if terms.score_mod is None else on_tensors(terms.score_mod),
         **terms_of_the_reference(call, terms),
     )
+    if shift is not None:
+        lse = lse + shift.squeeze(-1)
     if given.query.dim() == 3:
         output, lse = output[0], lse[0]
-    return output, lse.float() if options.return_lse else None
+    return output, lse.float()
 
 
 def terms_of_the_reference(given: Given, terms: Terms) -> dict[str, Any]:

@@ -267,6 +267,14 @@ def _fall_back(
     """The call by plain PyTorch, if that is allowed."""
     if given.query.numel():
         accept(given, options, reasons)
+    output, lse = by_reference(given, table, options, terms)
+    return output, lse if options.return_lse else None
+
+
+def by_reference(
+    given: Given, table: Tensor, options: Options, terms: Terms
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp by plain PyTorch."""
     assert given.lengths_kv is not None
     lengths_q, seq_kv = given.lengths_q, table.shape[1] * given.key.shape[2]
     output, lse = reference_layouts.paged(
@@ -283,4 +291,4 @@ def _fall_back(
         alibi_slopes=slopes_of(given, terms),
         sinks=given.sinks,
     )
-    return output, lse.float() if options.return_lse else None
+    return output, lse.float()

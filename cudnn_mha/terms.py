@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import torch
+
 from cudnn_mha.expressions import LARGEST, Expression
 from cudnn_mha.spec import AttentionSpec
 
@@ -157,7 +159,8 @@ def _bounds(window: tuple[int, int] | None) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     whole = isinstance(window, tuple | list) and len(window) == 2
-    if not whole or not all(isinstance(n, int) and not isinstance(n, bool) for n in window):
+    kinds = int | torch.SymInt
+    if not whole or not all(isinstance(n, kinds) and not isinstance(n, bool) for n in window):
         raise TypeError(
             "window must be (left, right), two whole numbers of keys, -1 for no bound; "
             f"got {window!r}"

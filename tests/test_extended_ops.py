@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
 from torch.library import opcheck
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from cudnn_mha import (
@@ -37,6 +39,7 @@ from cudnn_mha.extended_ops import (
     sdpa_varlen_forward,
     sdpa_varlen_inference,
 )
+from cudnn_mha.ops import sdpa_forward
 from tests import interpreter, test_paged
 from tests.support import BSHD
 from tests.test_extended import BAND, GQA, LENGTHS, from_definition, lens, qkv, spoiled
@@ -508,6 +511,36 @@ def test_export() -> None:
         close([program.module()(tokens, lengths)], [Model()(tokens, lengths)], EXACT)
 
 
+class Symbolic(torch.nn.Module):
+    def forward(self, tokens: Tensor, cu: Tensor) -> Any:
+        longest = tokens.shape[0]
+        output: Any = cudnn_sdpa_varlen(
+            tokens, tokens, tokens, cu, cu, longest, longest, window=(longest // 2, 0)
+        )
+        return output
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_numbers_that_follow_from_shapes(strict: bool) -> None:
+    tokens, cu = torch.randn(14, H, 8), lens(0, 5, 14)
+    shapes = ({0: torch.export.Dim("tokens", min=4, max=99)}, None)
+    program = torch.export.export(Symbolic(), (tokens, cu), dynamic_shapes=shapes, strict=strict)
+    for count in (14, 31):
+        given = torch.randn(count, H, 8), lens(0, 9, count)
+        close([program.module()(*given)], [Symbolic()(*given)], EXACT)
+
+
+def test_lengths_that_are_known_only_when_it_runs() -> None:
+    def run(tokens: Tensor, cu: Tensor) -> Any:
+        longest: Any = cu.diff().max().item()
+        return cudnn_sdpa_varlen(tokens, tokens, tokens, cu, cu, longest, longest)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for lengths in ((5, 9), (3, 11)):
+            given = torch.randn(14, H, 8), lens(0, lengths[0], 14)
+            close([compiled(run)(*given)], [run(*given)], EXACT)
+
+
 def operations(function: Function, *tensors: Any) -> list[str]:
     backend = EagerAndRecordGraphs()
     torch.compile(function, fullgraph=True, backend=backend)(*tensors)
@@ -542,21 +575,64 @@ def test_calls_that_compilers_leave_alone(name: str) -> None:
     def call(*tensors: Tensor) -> Any:
         return LEFT_ALONE[name](tensors[0] * 2, *tensors[1:]) * 2
 
-    assert torch._dynamo.explain(call)(*leaves).graph_break_count == 1
+    assert torch._dynamo.explain(call)(*leaves).graph_break_count
     got, want = torch.compile(call, backend="eager")(*leaves), call(*leaves)
     close([got], [want], EXACT)
     close(*(torch.autograd.grad(r.sum(), leaves[:2]) for r in (got, want)), EXACT)
 
 
-def test_where_cudnn_is_excluded_the_graph_breaks() -> None:
-    leaves = qkv()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        found = torch._dynamo.explain(lambda *t: cudnn_sdpa(*t, window=(1, 1)))(*leaves)
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(True)
-    assert len(found.break_reasons) == 1
-    assert not any("cudnn_mha" in str(op) for ops in found.ops_per_graph for op in ops)
+PLAIN: dict[str, Function] = {
+    "padded": lambda t: cudnn_sdpa(t, t, t, window=(2, 0), sinks=t[0, :, 0, 0]),
+    "packed": lambda t: cudnn_sdpa_varlen(
+        *(t[0].transpose(0, 1),) * 3, lens(0, 2, SQ), lens(0, 2, SQ), SQ, SQ, is_causal=True
+    ),
+    "low mask": lambda t: cudnn_sdpa(
+        t, t, t, torch.full((SQ, SQ), -1e9), seq_lens_kv=lens(1, 3, SQ)
+    ),
+}
+
+
+def excluding(call: Function) -> Function:
+    def run(tensor: Tensor) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return call(tensor)
+
+    return run
+
+
+@pytest.mark.parametrize("how", ["excluded", "vmap", "gradient"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_where_cudnn_is_none_of_it_pytorch_computes_in_the_graph(name: str, how: str) -> None:
+    """Cuda is excluded, or a transform looks on that has no plain tensors."""
+    call = PLAIN[name]
+    function = {
+        "excluded": excluding(call),
+        "vmap": torch.vmap(call),
+        "gradient": torch.func.grad(lambda t: call(t).square().sum()),
+    }[how]
+    tensor = torch.randn(B, H, SQ, 8, dtype=torch.float64)
+    given = torch.stack([tensor, tensor * 2]) if how == "vmap" else tensor
+    close([compiled(function)(given)], [function(given)], EXACT)
+    backend = EagerAndRecordGraphs()
+    torch.compile(function, fullgraph=True, backend=backend)(given)
+    assert not any("cudnn_mha" in str(n.target) for g in backend.graphs for n in g.graph.nodes)
+
+
+def test_pages_where_cudnn_is_excluded() -> None:
+    given = (*test_paged.tensors(2), test_paged.TABLE, lens(*test_paged.LENGTHS))
+
+    def call(*tensors: Tensor) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return cudnn_sdpa_paged(*tensors, is_causal=True)
+
+    close([compiled(call)(*given)], [call(*given)], EXACT)
+
+
+def test_without_a_fallback_nothing_is_computed_where_cudnn_is_excluded() -> None:
+    query = torch.randn(B, H, SQ, 8)
+    call = excluding(lambda q: cudnn_sdpa(q, q, q, window=(1, 1), fallback=False))
+    with pytest.raises(CudnnSdpaUnsupportedError, match="cuDNN allowed"):
+        torch.compile(call, backend="eager")(query)
 
 
 def test_errors_name_the_argument() -> None:
@@ -571,11 +647,111 @@ def test_errors_name_the_argument() -> None:
             call(query)
     with pytest.raises(ValueError, match="sinks must be of shape"):
         sdpa_padded_forward(query, query, query, None, None, None, None, torch.randn(3))
-    with pytest.raises(ValueError, match=r"\(B, H, S, D\) with the same B"):
+    with pytest.raises(ValueError, match=r"\(B, H, S, D\) with the same B, got \(3, 4, 5, 8\), "):
         sdpa_padded_inference(query, query[:1], query[:1], *(None,) * 5)
     with pytest.raises(ValueError, match="max_seqlen_q must not be negative"):
         tokens, cu = query[0, :1].mT.contiguous(), lens(0, 1)
         sdpa_varlen_forward(tokens, tokens, tokens, cu, cu, *(None,) * 4, -1, 1)
+
+
+def test_errors_of_the_operators() -> None:
+    query = torch.randn(B, H, SQ, 8)
+    none = (None,) * 5
+    calls: list[tuple[str, Function]] = [
+        (
+            "workspace_limit must not be negative",
+            lambda: sdpa_padded_inference(query, query, query, *none, workspace_limit=-1),
+        ),
+        ("window must be", lambda: sdpa_padded_inference(query, query, query, *none, window=[1])),
+        (
+            "bias_gradient=False",
+            lambda: sdpa_padded_forward(
+                query, query, query, torch.ones(SQ, SQ) > 0, *none[1:], bias_gradient=True
+            ),
+        ),
+    ]
+    for words, call in calls:
+        with pytest.raises((ValueError, TypeError), match=words):
+            call()
+    forward = (query, query, query, *none)
+    left = list(sdpa_padded_forward(*forward))
+    wrong: dict[str, tuple[int, Tensor]] = {
+        r"grad_out must be of shape \(3, 4, 5, 8\), got \(1, 4, 5, 8\)": (0, query[:1]),
+        r"grad_out must be of the dtype of query": (0, query.double()),
+        r"out must be of shape \(3, 4, 5, 8\)": (9, left[0][:, :2]),
+        r"logsumexp must be of shape \(3, 4, 5\), got \(3, 4, 5, 1\)": (10, left[1][..., None]),
+        r"philox_seed must be of shape \(0,\), got \(\)": (11, torch.zeros((), dtype=torch.int64)),
+    }
+    for words, (place, tensor) in wrong.items():
+        arguments = [query, *forward, *left]
+        arguments[place] = tensor
+        with pytest.raises((ValueError, TypeError), match=words):
+            sdpa_padded_backward(*arguments)
+    case = Packed()
+    given = [*case.leaves, *case.cu, None, None, None, None, 5, 7]
+    left = [t.detach() for t in sdpa_varlen_forward(*given)]
+    with pytest.raises(ValueError, match="out must be of shape"):
+        sdpa_varlen_backward(left[0], *given, left[0][:1], *left[1:])
+
+
+def test_a_result_may_be_changed_in_place() -> None:
+    """But not differentiated then: it is stashed, as that of PyTorch's attention is."""
+    leaves = qkv()
+    for mask in (None, torch.randn(SQ, SKV)):
+        output = sdpa_padded_forward(*leaves, mask, *(None,) * 4)[0]
+        before = output.detach().clone()
+        assert torch.equal(output.add_(1), before + 1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(output.sum(), leaves)
+        output = sdpa_forward(*leaves, mask)[0]
+        assert output.add_(1).isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_checkpoints(backend: str) -> None:
+    leaves = qkv()
+    call = Packed()
+
+    def padded_block(*tensors: Tensor) -> Any:
+        return checkpoint(lambda *t: cudnn_sdpa(*t, window=(2, 2)), *tensors, use_reentrant=False)
+
+    def packed_block(*tensors: Tensor) -> Any:
+        return checkpoint(
+            lambda *t: cudnn_sdpa_varlen(*t, *call.cu, 5, 7), *tensors, use_reentrant=False
+        )
+
+    for block, given in ((padded_block, leaves), (packed_block, call.leaves)):
+        function = torch.compile(block, fullgraph=True, backend=backend)
+        found, wanted = (torch.autograd.grad(f(*given).nansum(), given) for f in (function, block))
+        close(found, wanted, EXACT)
+
+
+def test_a_row_of_low_mask_values_is_the_same_by_all_ways(operators: None) -> None:
+    query, key, value = (t.detach() for t in qkv(dtype=torch.float32))
+    mask = torch.zeros(SQ, SKV)
+    mask[3] = torch.finfo(torch.float32).min
+    want, _ = reference.attention(query, key, value, window=(2, 2))
+    got: Any = cudnn_sdpa(query, key, value, mask, window=(2, 2))
+    trained: Any = cudnn_sdpa(query.requires_grad_(), key, value, mask, window=(2, 2))
+    close([got, trained], [want, want], 1e-5)
+
+
+def test_vmap_of_the_operators() -> None:
+    leaves = [t.detach() for t in qkv()]
+    stacked = torch.stack([leaves[0], leaves[0] * 2])
+
+    def run(query: Tensor, dropout_p: float = 0.0) -> Any:
+        return sdpa_padded_inference(
+            query, *leaves[1:], None, None, lens(7, 3, 1), None, None, dropout_p
+        )[0]
+
+    close([torch.vmap(run)(stacked)], [torch.stack([run(q) for q in stacked])], EXACT)
+    for randomness in ("error", "same"):
+        with pytest.raises(RuntimeError, match="randomness='different'"):
+            torch.vmap(run, (0, None), randomness=randomness)(stacked, 0.5)
+    torch.manual_seed(0)
+    found = torch.vmap(run, (0, None), randomness="different")(torch.stack([stacked[0]] * 2), 0.5)
+    assert not torch.equal(found[0], found[1])
 
 
 def test_without_a_fallback_every_reason_is_raised() -> None:
