@@ -398,6 +398,10 @@ def _meta(name: str, given: Any, dtype: torch.dtype) -> Tensor:
     """The same tensor without data."""
     if isinstance(given, Tensor):
         return without_data(given).requires_grad_(given.requires_grad)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(
+            f"the dtype of {name} must be a torch.dtype, such as torch.bfloat16, got {dtype!r}"
+        )
     return torch.empty(_shape(name, given), dtype=dtype, device="meta")
 
 

@@ -165,8 +165,8 @@ def cudnn_sdpa(
         return_lse: also return the log-sum-exp of each row's scores, natural logarithm, float32,
             ``(B, Hq, Sq)``; -inf for a row that masks everything. Differentiable: cuDNN computes
             its gradient by a backward whose value has 16 more dimensions, and raises where there
-            is none. In compiled code that of a dense call has none, and with the arguments from
-            seq_lens_q on it breaks the graph where it may need one.
+            is none. In code compiled for a GPU that of a dense call has none, and with the
+            arguments from seq_lens_q on it breaks the graph where it may need one.
         deterministic: True asks for gradients that are bit-equal on every run; None follows
             ``torch.use_deterministic_algorithms``.
         workspace_limit: most bytes of scratch device memory, or a text such as ``'64MiB'``; plans

@@ -356,3 +356,11 @@ def test_pages_without_any() -> None:
     verdict = explain_paged((2, 8, 1, 64), PAGES, PAGES, (2, 0), gpu="h200")
     assert [reason.rule for reason in verdict.reasons] == ["empty"]
     assert (verdict.runs, verdict.graphs) == (REFERENCE, ())
+
+
+def test_a_dtype_is_one_of_pytorchs() -> None:
+    wrong: Any = "bfloat16"
+    with pytest.raises(
+        TypeError, match=r"the dtype of query must be a torch\.dtype, .* 'bfloat16'"
+    ):
+        explain((1, 2, 8, 64), (1, 2, 8, 64), (1, 2, 8, 64), gpu="h200", dtype=wrong)
