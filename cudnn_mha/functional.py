@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cudnn_mha import config, extended_ops, ops, padded, runtime
+from cudnn_mha import config, ops, padded, runtime, traced
 from cudnn_mha.attention import apply, attend, forward
 from cudnn_mha.cache import plans
 from cudnn_mha.checks import ALIGNMENT, Kind, Reason
@@ -245,8 +245,8 @@ def cudnn_sdpa(
             fallback,
         )
         wishes = (causal_alignment, window, softcap, alibi)
-        if score_mod is None and extended_ops.take(tensors, return_lse):
-            return extended_ops.padded_call(tensors, numbers, wishes)
+        if score_mod is None and traced.applies(tensors, return_lse):
+            return traced.padded_call(tensors, numbers, wishes)
         return _extended(tensors, numbers, wishes, score_mod)
     if _is_compiling():
         return _traced(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cudnn_mha import extended_ops, packed, paged, runtime
+from cudnn_mha import packed, paged, runtime, traced
 from cudnn_mha.inputs import Numbers, make_options
 from cudnn_mha.routes import Given
 from cudnn_mha.terms import Wishes, make_terms
@@ -92,8 +92,8 @@ def cudnn_sdpa_varlen(
         fallback,
     )
     wishes = (causal_alignment, window, softcap, alibi)
-    if extended_ops.take(tensors, return_lse):
-        return extended_ops.packed_call(tensors, longest, numbers, wishes)
+    if traced.applies(tensors, return_lse):
+        return traced.packed_call(tensors, longest, numbers, wishes)
     return _packed(tensors, longest, numbers, wishes)
 
 
@@ -165,8 +165,8 @@ def cudnn_sdpa_paged(
     tensors = (query, key_pages, value_pages, None, seq_lens_q, seq_lens_kv, alibi_slopes, sinks)
     numbers = (0.0, is_causal, scale, True, return_lse, False, workspace_limit, fallback)
     wishes = (causal_alignment, window, softcap, alibi)
-    if extended_ops.take(tensors, return_lse):
-        return extended_ops.paged_call(tensors, block_table, page_layout, numbers, wishes)
+    if traced.applies(tensors, return_lse):
+        return traced.paged_call(tensors, block_table, page_layout, numbers, wishes)
     return _paged(tensors, block_table, page_layout, numbers, wishes)
 
 

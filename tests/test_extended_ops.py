@@ -23,12 +23,12 @@ from cudnn_mha import (
     cudnn_sdpa,
     cudnn_sdpa_paged,
     cudnn_sdpa_varlen,
-    extended_ops,
     functional,
     packed,
     padded,
     paged,
     reference,
+    traced,
 )
 from cudnn_mha.extended_ops import (
     sdpa_padded_backward,
@@ -62,7 +62,7 @@ def fresh() -> None:
 def operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls become operators as if a compiler looked on."""
     monkeypatch.setattr(functional, "_is_compiling", lambda: True)
-    monkeypatch.setattr(extended_ops, "take", lambda given, options: True)
+    monkeypatch.setattr(traced, "applies", lambda given, options: True)
 
 
 @pytest.fixture(params=["h200", "a100-sxm-80gb"])

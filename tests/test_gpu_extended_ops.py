@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cudnn_mha import cudnn_sdpa, cudnn_sdpa_paged, cudnn_sdpa_varlen, extended_ops
+from cudnn_mha import cudnn_sdpa, cudnn_sdpa_paged, cudnn_sdpa_varlen, traced
 from tests import test_gpu_packed
 from tests.oracle import Call, Results, assert_right
 from tests.support import no_waits
@@ -37,7 +37,7 @@ def _fresh() -> Iterator[None]:
 @pytest.fixture
 def operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls become operators as if a compiler looked on."""
-    monkeypatch.setattr(extended_ops, "take", lambda tensors, return_lse: True)
+    monkeypatch.setattr(traced, "applies", lambda tensors, return_lse: True)
 
 
 def by_operators(case: Call, *, gradients: bool = True, **options: Any) -> Results:
