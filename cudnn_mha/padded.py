@@ -316,17 +316,16 @@ def without_padding(route: Route, call: Call, output: Tensor, lse: Tensor | None
     return output, lse
 
 
-def run(route: Route, given: Given, gradient: bool, drawn: Drawn | None = None) -> Result:
+def run(route: Route, given: Given, gradient: bool) -> Result:
     """Output, and log-sum-exp where the options ask for it, by a route that has plans.
 
     Args:
         route: that of the call.
         given: the caller's tensors.
         gradient: autograd shall know of it.
-        drawn: as for `prepared`.
     """
     assert route.spec is not None
-    call = prepared(route, given, drawn)
+    call = prepared(route, given)
     sinks, shift = call.sinks, call.inputs.shift
     output, lse = run_plans(call.inputs, sinks, route.spec.output, call.operands, route, gradient)
     output, lse = without_padding(route, call, output, lse)
