@@ -165,8 +165,7 @@ def cudnn_sdpa(
         return_lse: also return the log-sum-exp of each row's scores, natural logarithm, float32,
             ``(B, Hq, Sq)``; -inf for a row that masks everything. Differentiable: cuDNN computes
             its gradient by a backward whose value has 16 more dimensions, and raises where there
-            is none. In code compiled for a GPU that of a dense call has none, and with the
-            arguments from seq_lens_q on it breaks the graph where it may need one.
+            is none. Where it may need one, it breaks the graph of code compiled for a GPU.
         deterministic: True asks for gradients that are bit-equal on every run; None follows
             ``torch.use_deterministic_algorithms``.
         workspace_limit: most bytes of scratch device memory, or a text such as ``'64MiB'``; plans
@@ -354,6 +353,22 @@ def _traced(
     fallback: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The call as a compiler sees it: addresses and plans mean nothing to it, operators do."""
+    tensors = (query, key, value, mask)
+    local = _for_the_operators(query) and not runtime.is_distributed(query)
+    if return_lse and local and traced.wants_gradient(tensors):
+        # The operators' log-sum-exp has no gradient, so the graph breaks here.
+        numbers = (
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            return_lse,
+            deterministic,
+            workspace_limit,
+            fallback,
+        )
+        none = (None,) * 4
+        return _extended((*tensors, *none), numbers, ("top_left", None, None, False), None)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = Options(

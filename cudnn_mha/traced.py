@@ -33,7 +33,7 @@ def applies(tensors: Sequence[object], return_lse: bool) -> bool:
     """
     if not torch.compiler.is_compiling():
         return False
-    return not (return_lse and _wants_gradient(tensors)) or not _allowed()
+    return not (return_lse and wants_gradient(tensors)) or not _allowed()
 
 
 def _allowed() -> bool:
@@ -56,7 +56,8 @@ def _plain(options: Options, result: tuple[Tensor, Tensor]) -> Tensor | tuple[Te
     return result if options.return_lse else result[0]
 
 
-def _wants_gradient(tensors: Sequence[object]) -> bool:
+def wants_gradient(tensors: Sequence[object]) -> bool:
+    """Whether autograd may want a gradient of some of these."""
     return torch.is_grad_enabled() and any(
         isinstance(t, Tensor) and t.requires_grad for t in tensors
     )
@@ -99,7 +100,7 @@ def padded_call(
         return _plain(options, padded.by_reference(given, options, terms))
     query, key, value = four_dimensional(*given[:3], options)
     call = (query, key, value, *given[3:8], options.dropout_p, options.is_causal)
-    if _wants_gradient(given):
+    if wants_gradient(given):
         output: Tensor = sdpa_padded_forward(
             *call,
             **asked,
@@ -139,7 +140,7 @@ def packed_call(
         options.dropout_p,
         options.is_causal,
     )
-    if _wants_gradient(given):
+    if wants_gradient(given):
         sinks_gradient = given.sinks is not None and given.sinks.requires_grad
         result: Tensor = sdpa_varlen_forward(*call, **asked, sinks_gradient=sinks_gradient)[0]
         return result
