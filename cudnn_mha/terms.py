@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-import torch
-
 from cudnn_mha.expressions import LARGEST, Expression
 from cudnn_mha.spec import AttentionSpec
 
@@ -159,8 +157,7 @@ def _bounds(window: tuple[int, int] | None) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     whole = isinstance(window, tuple | list) and len(window) == 2
-    kinds = int | torch.SymInt
-    if not whole or not all(isinstance(n, kinds) and not isinstance(n, bool) for n in window):
+    if not whole or not all(map(_is_whole_number, window)):
         raise TypeError(
             "window must be (left, right), two whole numbers of keys, -1 for no bound; "
             f"got {window!r}"
@@ -169,6 +166,12 @@ def _bounds(window: tuple[int, int] | None) -> tuple[int | None, int | None]:
         raise ValueError(f"window must hold -1 (no bound) or more, got {window}")
     left, right = (None if n == -1 else min(n, FAR) for n in window)
     return left, right
+
+
+def _is_whole_number(given: object) -> bool:
+    # Without torch, which the command line does not load: an extent of a traced shape counts, too.
+    plain = isinstance(given, int) and not isinstance(given, bool)
+    return plain or type(given).__name__ == "SymInt"
 
 
 def paper_slopes(heads: int) -> list[float]:
